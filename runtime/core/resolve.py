@@ -37,7 +37,6 @@ from dni_runtime.packing import row_of
 from dni_runtime.spec import (
     ChainSpec,
     Choice,
-    ClipSpec,
     DataInfo,
     EdgeSpec,
     HeadRole,
@@ -47,6 +46,8 @@ from dni_runtime.spec import (
     WorkerSpec,
 )
 from dni_runtime.spec.load import suggestion
+from dni_runtime.spec.modules import TrainingSpec
+from dni_runtime.spec.running import ReplicationSpec
 from dni_runtime.spec.worker import retained
 
 DEFAULT_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001})
@@ -81,28 +82,8 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
             interface = found.choice
             if found.timing is Timing.DEFERRED and found.wanted.max_late is None:
                 optimizer = LATE_OPTIMIZER
-        modules.append(
-            ModuleSpec(
-                name=module.name,
-                inputs=module.inputs,
-                layers=module.layers,
-                replicas=module.replicas,
-                interface=interface,
-                optimizer=chain.setting(index, "optimizer") or optimizer,
-                schedule=chain.setting(index, "schedule"),
-                schedule_every=chain.setting(index, "schedule_every") or "epoch",
-                groups=chain.setting(index, "groups") or (),
-                clip=chain.setting(index, "clip") or ClipSpec(),
-                accumulate=chain.setting(index, "accumulate") or 1,
-                ema=chain.setting(index, "ema"),
-                init=chain.setting(index, "init"),
-                freeze=chain.setting(index, "freeze") or (),
-                device=chain.setting(index, "device") or "cpu",
-                precision=chain.setting(index, "precision") or "float32",
-                cpus=chain.resources(index).cpus,
-                resources=chain.resources(index),
-            )
-        )
+        settings = _settings(chain, index, interface, optimizer)
+        modules.append(module.model_copy(update=settings))
     update: dict[str, Any] = {"modules": tuple(modules), "defaults": type(chain.defaults)()}
     update["replication"] = resolve_replication(chain)
     prediction = inferred[-1].output
@@ -112,6 +93,18 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
     ):
         update["metrics"] = ()  # the default needs class labels
     return chain.model_copy(update=update)
+
+
+def _settings(
+    chain: ChainSpec, index: int, interface: Choice | None, optimizer: Choice
+) -> dict[str, Any]:
+    """Return all settings of a module; ``optimizer`` is that of a module that names none."""
+    written = {name: chain.setting(index, name) for name in TrainingSpec.model_fields}
+    written = {name: value for name, value in written.items() if value is not None}
+    resources = chain.resources(index)
+    given = {"optimizer": optimizer, **written, "interface": interface, "cpus": resources.cpus}
+    more = {"init": chain.setting(index, "init"), "resources": resources}
+    return {**dict(TrainingSpec(**given)), **more}
 
 
 def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
@@ -157,37 +150,23 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
             labelled=labelled,
             **(cuts[source] if learns else NO_GRADIENTS).of_links,
         )
+    sharing = _sharing(full.replication)
     workers = []
     last = len(full.modules) - 1
     for index, module in enumerate(full.modules):
-        assert module.optimizer is not None
-        assert module.schedule_every is not None
-        assert module.device is not None
-        assert module.precision is not None
-        assert module.cpus is not None
         interface = interfaces[index]
         sources = tuple(edges[source, index] for source in graph.links[index])
         workers.append(
             WorkerSpec(
+                **{name: getattr(module, name) for name in TrainingSpec.model_fields},
+                **(sharing if module.most > 1 else {}),
                 chain=full.name,
                 module=module.name,
                 index=index,
                 layers=module.layers,
-                interface=module.interface,
-                optimizer=module.optimizer,
-                schedule=module.schedule,
-                schedule_every=module.schedule_every,
-                groups=module.groups or (),
-                clip=module.clip or ClipSpec(),
-                accumulate=module.accumulate or 1,
-                ema=module.ema,
-                freeze=module.freeze or (),
                 initial=module.init is not None,
                 loss=chosen,
                 seed=full.seed,
-                device=module.device,
-                precision=module.precision,
-                cpus=module.cpus,
                 sources=sources,
                 targets=tuple(edges[ends] for ends in sorted(edges) if ends[0] == index),
                 output=activations[index],
@@ -229,10 +208,6 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 ),
                 replicas=module.most,
                 elastic=elastic,
-                strategy=full.replication.strategy if module.most > 1 else None,
-                compression=full.replication.compression if module.most > 1 else None,
-                backend=full.replication.backend if module.most > 1 else None,
-                lr_scale=lr_scale(full.replication) if module.most > 1 else 1.0,
             )
         )
     check_training(chain, workers, micro_batches)
@@ -311,6 +286,18 @@ def _waited_for(interface: Resolved) -> int:
     """Return how many gradients a module may await before it takes another batch."""
     max_late = interface.wanted.max_late
     return 0 if max_late is None else max_late + 1
+
+
+def _sharing(replication: ReplicationSpec) -> dict[str, Any]:
+    """Return how replicas share their weights, as fields of a ``WorkerSpec``."""
+    strategy, compression = replication.strategy, replication.compression
+    return {
+        "strategy": strategy,
+        "compression": compression,
+        "sharing": tuple(one for one in (strategy, compression) if one and ":" in one.name),
+        "backend": replication.backend,
+        "lr_scale": lr_scale(replication),
+    }
 
 
 def _selection(chain: ChainSpec) -> SelectionRole | None:

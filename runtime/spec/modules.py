@@ -79,25 +79,50 @@ Input = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z
 """A module's name, one of its outputs as ``stem.0``, or an input of the data as ``data.0``."""
 
 
-class ModuleDefaults(Frozen):
-    """Settings of one module, or the defaults of all modules."""
+Every = Literal["epoch", "batch"]
+Accumulate = Annotated[int, Field(ge=1, le=1 << 16)]
+Decay = Annotated[float, Field(gt=0, lt=1)]
+Precision = Literal["float32", "bfloat16", "float16"]
+Cpus = Annotated[int, Field(ge=1, le=1024)]
 
-    interface: Choice | None = None  # at the output; the tail has the loss instead
-    optimizer: Choice | None = None  # a class of ``torch.optim``
+
+class TrainingSpec(Frozen):
+    """How one module is trained, with nothing left open: what its worker is told."""
+
+    interface: Choice | None = None  # at the output; None: the tail, which has the loss instead
+    optimizer: Choice  # a class of ``torch.optim``
     schedule: Choice | None = None  # a class of ``torch.optim.lr_scheduler``
-    schedule_every: Literal["epoch", "batch"] | None = None
+    schedule_every: Every = "epoch"
+    groups: tuple[GroupSpec, ...] = ()
+    clip: ClipSpec = ClipSpec()
+    accumulate: Accumulate = 1  # batches per update
+    # Decay of an exponential moving average of the weights, which is evaluated and exported.
+    ema: Decay | None = None
+    freeze: Patterns = ()  # parameters that stay as they are; gradients pass through
+    device: Device = "cpu"
+    precision: Precision = "float32"  # of matrix products (others than float32: torch.autocast)
+    cpus: Cpus = 1  # compute threads
+
+
+class ModuleDefaults(Frozen):
+    """Settings of one module, or the defaults of all modules: those of ``TrainingSpec``, or None.
+
+    The runtime fills in what neither a module nor the chain's defaults say.
+    """
+
+    interface: Choice | None = None
+    optimizer: Choice | None = None
+    schedule: Choice | None = None
+    schedule_every: Every | None = None
     groups: tuple[GroupSpec, ...] | None = None
     clip: ClipSpec | None = None
-    accumulate: Annotated[int, Field(ge=1, le=1 << 16)] | None = None  # batches per update
-    # Decay of an exponential moving average of the weights, which is evaluated and exported.
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    accumulate: Accumulate | None = None
+    ema: Decay | None = None
     init: InitSpec | None = None
-    freeze: Patterns | None = None  # parameters that stay as they are; gradients pass through
+    freeze: Patterns | None = None
     device: Device | None = None
-    # Of matrix products (``bfloat16``, ``float16``: torch.autocast).
-    precision: Literal["float32", "bfloat16", "float16"] | None = None
-    # Compute threads, as ``resources.cpus``.
-    cpus: Annotated[int, Field(ge=1, le=1024)] | None = None
+    precision: Precision | None = None
+    cpus: Cpus | None = None  # as ``resources.cpus``
     resources: ResourcesSpec = ResourcesSpec()
 
     @model_validator(mode="after")

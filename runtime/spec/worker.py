@@ -15,7 +15,7 @@ from pydantic import Field
 from dni_runtime.spec.data import DataSpec
 from dni_runtime.spec.edge import NO_LABEL, EdgeSpec, LaneSpec, TensorSpec
 from dni_runtime.spec.model import ChainSpec, LinksSpec, OnNan
-from dni_runtime.spec.modules import ClipSpec, GroupSpec, Patterns
+from dni_runtime.spec.modules import TrainingSpec
 from dni_runtime.spec.named import Choice, Frozen, LayerSpec, module_of
 from dni_runtime.spec.running import CheckpointSpec
 
@@ -87,29 +87,18 @@ class TailRole(Frozen):
     labels: DataSpec | None = None
 
 
-class WorkerSpec(Frozen):
-    """Everything that one worker needs to serve its module."""
+class ModuleContent(TrainingSpec):
+    """What a module computes, and the contracts of its links: what its images are built for.
 
-    format: Literal[2] = 2
+    What is here has part in :attr:`WorkerSpec.hash`.
+    """
+
     chain: str
     module: str  # of a replica's worker, with its number: ``upper.2``
     index: int  # of the module in the chain, from 0
     layers: tuple[LayerSpec, ...]
-    interface: Choice | None  # at its output; None: the tail
-    optimizer: Choice
-    schedule: Choice | None
-    schedule_every: Literal["epoch", "batch"]
-    groups: tuple[GroupSpec, ...] = ()
-    clip: ClipSpec = ClipSpec()
-    accumulate: int = 1  # batches per update
-    ema: float | None = None  # decay of the average of the weights
-    freeze: Patterns = ()  # as in ``ModuleDefaults``
-    initial: bool = False  # the run directory holds the module's initial weights
     loss: Choice  # the chain's; local gradient interfaces use it too
     seed: int  # the chain's
-    device: str
-    precision: Literal["float32", "bfloat16", "float16"]  # of matrix products
-    cpus: int  # compute threads
     sources: tuple[EdgeSpec, ...]  # links from upstream, one for each input; none: the head
     targets: tuple[EdgeSpec, ...]  # links to downstream; none: the tail
     output: TensorSpec  # one sample; a row of all outputs if they are several
@@ -119,20 +108,31 @@ class WorkerSpec(Frozen):
     classes: int | None  # None: labels are not class indices
     batch_limit: int = Field(ge=1)  # samples in the largest batch
     gradients_in: int = Field(ge=0)  # of every n-th batch (by id) from downstream; 0: none
-    late: int = Field(ge=0)  # batches by which gradients may come late
-    links: LinksSpec
-    retain: int = Field(default=0, ge=0)  # acknowledged messages kept for a neighbour that restarts
     # Maximum number of updates missing from the weights of a forward pass; at that number the
     # module waits for true gradients. None: any number.
     max_late: int | None = None
+    keep: int  # complete checkpoints
+    links: LinksSpec
+    head: HeadRole | None  # None: not the head
+    tail: TailRole | None  # None: not the tail
+    sharing: tuple[Choice, ...] = ()  # users' classes by which replicas share their weights
+
+
+class WorkerSpec(ModuleContent):
+    """Everything that one worker needs to serve its module.
+
+    What is added here changes no image: how the run goes on, and the module's replicas.
+    """
+
+    format: Literal[3] = 3
+    initial: bool = False  # the run directory holds the module's initial weights
+    late: int = Field(ge=0)  # batches by which gradients may come late
+    retain: int = Field(default=0, ge=0)  # acknowledged messages kept for a neighbour that restarts
     attends: bool = False  # the layers contain attention
     # Minimum seconds between snapshots of the module's own state; 0: none.
     snapshot_s: float = Field(default=0.0, ge=0)
-    keep: int  # complete checkpoints
     on_nan: OnNan = "stop"  # as in ``ChainSpec``
     stop_grace_s: float  # seconds for the final checkpoint when the run is stopped
-    head: HeadRole | None  # None: not the head
-    tail: TailRole | None  # None: not the tail
     replicas: int = 1  # the module's workers
     replica: int = 1  # which of them this is, from 1
     # Modules of the chain whose number of replicas may change, each with that at the start.
@@ -218,27 +218,16 @@ class WorkerSpec(Frozen):
         return self.max_late == 0
 
     @property
+    def content(self) -> dict[str, Any]:
+        """The fields of :class:`ModuleContent`, without what only concerns a host, or timing."""
+        return self.of_module().model_dump(
+            mode="json", include=set(ModuleContent.model_fields), exclude=_NO_CONTENT
+        )
+
+    @property
     def hash(self) -> str:
-        """SHA-256 of the settings that the image depends on, without host paths and timing."""
-        document = self.of_module().model_dump(mode="json")
-        for name in (
-            "stop_grace_s", "on_nan", "late", "retain", "attends", "snapshot_s", "initial",
-            "replicas", "replica", "elastic", "peers", "backend", "lr_scale",
-        ):  # fmt: skip
-            document.pop(name)
-        for name in ("strategy", "compression"):
-            choice = getattr(self, name)
-            if choice is None or ":" not in choice.name:  # a user's class is in the image
-                document.pop(name)
-        for edge in (*document["sources"], *document["targets"]):
-            del edge["lanes"], edge["route"], edge["messages"]
-        document["links"] = {key: document["links"][key] for key in ("dtype", "gradient_dtype")}
-        if document["head"] is not None:
-            document["head"].pop("sync_steps")
-        for role, data in (("head", "data"), ("tail", "labels")):
-            for name in ("path", "workers") if (document[role] or {}).get(data) else ():
-                document[role][data].pop(name)
-        return _digest(document)
+        """SHA-256 of :attr:`content`, on which images and checkpoints depend."""
+        return _digest(self.content)
 
     def link_hash(self, edge: EdgeSpec) -> str:
         """Return the SHA-256 of what both ends of a link must agree on; HELLO compares it."""
@@ -255,6 +244,15 @@ class WorkerSpec(Frozen):
                 "gradient_dtype": self.links.gradient_dtype,
             }
         )
+
+
+_OF_THE_HOST = {"path", "workers"}
+_NO_CONTENT: dict[str, Any] = {
+    "links": set(LinksSpec.model_fields) - {"dtype", "gradient_dtype"},
+    "head": {"sync_steps": True, "data": _OF_THE_HOST},
+    "tail": {"labels": _OF_THE_HOST},
+}
+"""Of the parts of a :class:`ModuleContent`."""
 
 
 def _digest(document: dict[str, Any]) -> str:
