@@ -7,23 +7,27 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
+import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from dni_runtime.errors import DataError, ImageError
-from dni_runtime.image import apptainer, download, wheelhouse
+from dni_runtime.errors import BuildError, DataError, ImageError, SpecError, UnavailableError
+from dni_runtime.image import apptainer, wheels
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.definition import render_base
-from dni_runtime.image.lock import LOCK_NAME, ImageLock, LockedBase, LockedWheel
-from dni_runtime.image.mirror import debian_mirror
+from dni_runtime.image.lock import LOCK_NAME, ImageLock, LockedBase, Wheel
 from dni_runtime.image.progress import Report, Step
-from dni_runtime.image.wheelhouse import Wheel, Wheelhouse, sha256_file
-from dni_runtime.spec import ImageSpec
+from dni_runtime.image.wheels import Wheelhouse, sha256_file
+from dni_runtime.spec import BaseSpec, ImageSpec
 
 _FORMAT = 1
 _LOCAL_SOURCE = "source.sif"
+_ROLLING = ("stable", "testing", "unstable", "sid")
+"""Suites that a mirror has beside those with a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +64,8 @@ def plan_base(
     lock: ImageLock | None = None,  # whose base image to reproduce exactly
 ) -> BasePlan:
     """Plan the base image without building or downloading anything."""
-    house = house or wheelhouse.cached(image, cache, locked=_wheels(lock))
-    requirements = wheelhouse.requirements_of(image)
+    house = house or wheels.cached(image, cache, locked=_wheels(lock))
+    requirements = wheels.requirements_of(image)
     source = image.base.source
     local: Path | None = None
     if image.base.bootstrap == "localimage":
@@ -100,8 +104,51 @@ def plan_base(
     return plan
 
 
-def _wheels(lock: ImageLock | None) -> list[Wheel] | None:
-    return None if lock is None else [Wheel(**one.model_dump()) for one in lock.base.wheels]
+def _wheels(lock: ImageLock | None) -> tuple[Wheel, ...] | None:
+    return None if lock is None else lock.base.wheels
+
+
+def debian_mirror(base: BaseSpec) -> str:
+    """Return the mirror for a debootstrap base.
+
+    In this order: ``image.base.mirror``, the host's own if it is a Debian, and the default of its
+    debootstrap program.
+    """
+    if base.mirror is not None:
+        return base.mirror
+    program = shutil.which("debootstrap", path=apptainer.host_environment(os.environ)["PATH"])
+    if program is None:
+        raise UnavailableError(
+            "debootstrap is not installed, and image.base.bootstrap asks for it",
+            hint="install it with the package manager, or start from another base: "
+            "image.base.bootstrap docker, oras, library or localimage",
+        )
+    text = Path(program).read_text(encoding="utf-8", errors="replace")  # a shell script
+    default = re.search(r"^DEF_MIRROR=[\"']?([^\"'\s]+)", text, re.M)
+    found = _host_mirror() or (default and default[1])
+    if found is None:
+        raise SpecError(
+            "no package mirror is known for debootstrap",
+            location=("image", "base", "mirror"),
+            hint="write the address of a Debian mirror there",
+        )
+    return found
+
+
+def _host_mirror() -> str | None:
+    """Return the address of a Debian host's main archive (not its updates') that others can use."""
+    try:
+        release = platform.freedesktop_os_release()
+        if release["ID"] != "debian":
+            return None
+        # Unlike "apt-get indextargets" this needs no "apt-get update" before.
+        listed = apptainer.capture(["apt-get", "--print-uris", "update"], what="listing mirrors")
+    except (OSError, BuildError, UnavailableError):
+        return None
+    suites = "|".join((re.escape(release.get("VERSION_CODENAME", "stable")), *_ROLLING))
+    address = rf"^'((?:https?|ftp|file):[^']*)/dists/(?:{suites})/main/binary-"
+    match = re.search(address, listed, re.M)
+    return None if match is None else match[1].rstrip("/")
 
 
 def _another_base(plan: BasePlan, lock: ImageLock) -> ImageError:
@@ -131,7 +178,7 @@ def build_base(
 ) -> tuple[BasePlan, LockedBase]:
     """Make sure that the cache holds the base image."""
     with _one_at_a_time(cache / "build.lock"):
-        house = download.prepare(image, cache, report=report, locked=_wheels(lock))
+        house = wheels.prepare(image, cache, report=report, locked=_wheels(lock))
         plan = plan_base(image, cache, folder=folder, house=house, lock=lock)
         assert plan.image is not None
         recorded = None if force else _recorded(plan.image)
@@ -139,7 +186,7 @@ def build_base(
             report(Step("base", "same", plan.image.name))
             return plan, recorded.model_copy(update={"mirror": plan.mirror})
         report(Step("base", "start", f"building {plan.image.name} with {tool}"))
-        wheelhouse.check_hashes(house)
+        house.check_hashes()
         locked = _build(tool, plan, house, report=report, test=test)
         size_mb = plan.image.stat().st_size / 1e6
         report(Step("base", "done", f"{plan.image.name}, {size_mb:.0f} MB"))
@@ -172,7 +219,7 @@ def _build(
             sha256=sha256_file(built),
             definition_sha256=hashlib.sha256(plan.definition.encode()).hexdigest(),
             torch=plan.torch,
-            wheels=tuple(LockedWheel(**asdict(wheel)) for wheel in house.wheels),
+            wheels=house.wheels,
             mirror=plan.mirror,
         )
         built.chmod(0o644)

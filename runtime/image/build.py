@@ -24,7 +24,7 @@ from dni_runtime.image.layers import ModuleBuild
 from dni_runtime.image.lock import ImageLock, LockedImage, read_lock, write_lock
 from dni_runtime.image.plan import BuildOptions, ModulePlan, help_of, lock_to_keep, plan_modules
 from dni_runtime.image.progress import Report, Step, silent
-from dni_runtime.image.wheelhouse import host_machine, sha256_file
+from dni_runtime.image.wheels import host_machine, sha256_file
 from dni_runtime.spec import ImageSpec
 
 

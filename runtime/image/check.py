@@ -12,7 +12,7 @@ from dni_runtime.image import apptainer, sif
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.layers import MODULE_JSON
 from dni_runtime.image.lock import LOCK_NAME, LockedImage, read_lock
-from dni_runtime.image.wheelhouse import sha256_file
+from dni_runtime.image.wheels import sha256_file
 
 
 @dataclass(frozen=True, slots=True)

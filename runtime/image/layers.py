@@ -7,6 +7,7 @@ version of it never rebuilds the base.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import os
 import shutil
@@ -52,7 +53,8 @@ class ModuleBuild:
         }
 
 
-def runtime_files(package: Path | None = None) -> dict[str, Path]:
+@functools.cache
+def runtime_files(package: Path | None = None) -> Mapping[str, Path]:
     """Return the worker's part of the runtime: path below ``/opt/dni/runtime`` -> file."""
     root = package or Path(str(resources.files("dni_runtime")))
     # The package's own file imports what is above the worker, too, but only on use.

@@ -18,8 +18,8 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class LockedWheel(_Frozen):
-    """A wheel in the base image."""
+class Wheel(_Frozen):
+    """A wheel, in the base image or to install there."""
 
     name: str
     version: str
@@ -34,7 +34,7 @@ class LockedBase(_Frozen):
     sha256: str  # of the image file
     definition_sha256: str
     torch: str  # version, or "base" for the base's own
-    wheels: tuple[LockedWheel, ...]
+    wheels: tuple[Wheel, ...]
     mirror: str | None = None  # Debian's, for debootstrap
 
 

@@ -19,7 +19,7 @@ from dni_runtime.image.base import BasePlan, plan_base
 from dni_runtime.image.definition import module_help, render_module
 from dni_runtime.image.layers import ModuleBuild
 from dni_runtime.image.lock import LOCK_NAME, ImageLock, LockedImage, read_lock
-from dni_runtime.image.wheelhouse import sha256_file
+from dni_runtime.image.wheels import sha256_file
 from dni_runtime.spec import ImageSpec
 
 _FORMAT = 1

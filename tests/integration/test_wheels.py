@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.errors import BuildError
-from dni_runtime.image import download, wheelhouse
+from dni_runtime.image import wheels
 from dni_runtime.image.progress import silent
-from dni_runtime.image.wheelhouse import Wheelhouse
+from dni_runtime.image.wheels import Wheelhouse
 from dni_runtime.spec import ImageSpec
 
 pytestmark = pytest.mark.timeout(120)
@@ -76,7 +76,7 @@ def test_no_index_stands_in_for_the_other(main: Index, tmp_path: Path) -> None:
     for name in (*RUNTIME, "filelock"):
         theirs.add(name, "100.0", content="not theirs to give")
     image = ImageSpec(torch="torch==2.0", torch_index=theirs.url, requirements=("torchvision",))
-    house = download.prepare(image, tmp_path / "cache", report=silent)
+    house = wheels.prepare(image, tmp_path / "cache", report=silent)
     assert contents(house, "torch") == "2.0+cu1 theirs"
     assert contents(house, "torchvision") == "0.1+cu1 theirs"
     assert contents(house, "triton") == "3.0 theirs"
@@ -90,17 +90,17 @@ def test_no_index_stands_in_for_the_other(main: Index, tmp_path: Path) -> None:
 def test_a_lock_gives_the_same_wheels_on_another_machine(main: Index, tmp_path: Path) -> None:
     main.add("torch", "2.0", "filelock")
     image = ImageSpec(torch="torch>=2.0")
-    first = download.prepare(image, tmp_path / "first", report=silent)
+    first = wheels.prepare(image, tmp_path / "first", report=silent)
     main.add("torch", "3.0")
     main.add("filelock", "100.0")
-    assert download.prepare(image, tmp_path / "new", report=silent).version("torch") == "3.0"
+    assert wheels.prepare(image, tmp_path / "new", report=silent).version("torch") == "3.0"
 
-    second = download.prepare(image, tmp_path / "new", report=silent, locked=first.wheels)
+    second = wheels.prepare(image, tmp_path / "new", report=silent, locked=first.wheels)
     assert second.wheels == first.wheels
-    wheelhouse.check_hashes(second)
-    assert wheelhouse.cached(image, tmp_path / "new", locked=first.wheels) == second
+    second.check_hashes()
+    assert wheels.cached(image, tmp_path / "new", locked=first.wheels) == second
 
     main.add("filelock", VERSION, content="altered")  # of the same name and version
     with pytest.raises(BuildError, match="DO NOT MATCH THE HASHES"):
-        download.prepare(image, tmp_path / "third", report=silent, locked=first.wheels)
-    assert wheelhouse.cached(image, tmp_path / "third", locked=first.wheels) is None
+        wheels.prepare(image, tmp_path / "third", report=silent, locked=first.wheels)
+    assert wheels.cached(image, tmp_path / "third", locked=first.wheels) is None

@@ -10,16 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.errors import BuildError, DataError, ImageError, SpecError, UnavailableError
-from dni_runtime.image import base, build, check, mirror, plan, wheelhouse
+from dni_runtime.errors import BuildError, DataError, ImageError, UnavailableError
+from dni_runtime.image import base, build, check, plan, wheels
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.layers import ModuleBuild
-from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, read_lock, write_lock
+from dni_runtime.image.lock import (
+    ImageLock,
+    LockedBase,
+    LockedImage,
+    Wheel,
+    read_lock,
+    write_lock,
+)
 from dni_runtime.image.plan import BuildOptions
-from dni_runtime.image.wheelhouse import Wheel, Wheelhouse
+from dni_runtime.image.wheels import Wheelhouse
 from dni_runtime.spec import BaseSpec, ImageSpec
 
-WHEEL = Wheel("torch", "2.13.0", "torch-2.13.0-py3-none-any.whl", "0" * 64)
+WHEEL = Wheel(name="torch", version="2.13.0", file="torch-2.13.0-py3-none-any.whl", sha256="0" * 64)
 
 
 @pytest.fixture
@@ -33,8 +40,8 @@ def image(tmp_path: Path) -> ImageSpec:
 @pytest.fixture
 def options(tmp_path: Path, image: ImageSpec, monkeypatch: pytest.MonkeyPatch) -> BuildOptions:
     """A build whose wheels are resolved already."""
-    house = Wheelhouse(tmp_path / "wheels", wheelhouse.requirements_of(image), (WHEEL,))
-    monkeypatch.setattr(wheelhouse, "cached", lambda *_args, **_kwargs: house)
+    house = Wheelhouse(tmp_path / "wheels", (WHEEL,))
+    monkeypatch.setattr(wheels, "cached", lambda *_args, **_kwargs: house)
     out = tmp_path / "images"
     out.mkdir()
     return BuildOptions(out=out, cache=tmp_path / "cache", folder=tmp_path)
@@ -128,20 +135,23 @@ def test_base_hash_follows_definition_and_wheels(
     image: ImageSpec, options: BuildOptions, tmp_path: Path
 ) -> None:
     def content(spec: ImageSpec, wheel: Wheel = WHEEL) -> str | None:
-        house = Wheelhouse(tmp_path, (), (wheel,))
+        house = Wheelhouse(tmp_path, (wheel,))
         return base.plan_base(spec, options.cache, folder=tmp_path, house=house).content
 
     first = content(image)
     assert first == content(image)
     more = image.model_copy(update={"environment": {"A": "1"}})
-    assert len({first, content(more), content(image, replace(WHEEL, sha256="1" * 64))}) == 3
+    assert (
+        len({first, content(more), content(image, WHEEL.model_copy(update={"sha256": "1" * 64}))})
+        == 3
+    )
 
 
 def test_without_wheels_nothing_is_known_to_be_up_to_date(
     image: ImageSpec, options: BuildOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built([module("head")], image, options)
-    monkeypatch.setattr(wheelhouse, "cached", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr(wheels, "cached", lambda *_args, **_kwargs: None)
     planned = plan.plan_build([module("head")], image, options)
     assert planned.base.image is None
     assert not planned.base.ready
@@ -277,93 +287,3 @@ def test_cache_folder_follows_xdg() -> None:
     assert base.cache_folder({"XDG_CACHE_HOME": "/scratch/me"}) == Path("/scratch/me/dnictl")
     assert base.cache_folder({"XDG_CACHE_HOME": "relative"}) == Path.home() / ".cache/dnictl"
     assert base.cache_folder({}) == Path.home() / ".cache/dnictl"
-
-
-SOURCES = """\
-Types: deb
-# deb snapshot
-URIs: http:/m/security
-Suites: bookworm-security
-Components: main
-
-Types: deb deb-src
-URIs: http:/m/off
-Suites: bookworm
-Components: main
-Enabled: no
-
-Types: deb
-URIs: http:/m/debian/
-Suites: bookworm bookworm-updates
-Components: main contrib
-Signed-By: /usr/share/keyrings/x.gpg
-"""
-ONE_LINE = """\
-# deb http:/m/commented bookworm main
-deb-src http:/m/source bookworm main
-deb [arch=amd64 signed-by=/k.gpg] http:/m/other bookworm contrib
-deb [ trusted=yes ] http:/m/debian bookworm contrib main # mine
-"""
-
-
-def test_sources_of_apt_are_parsed() -> None:
-    assert mirror.main_archives(SOURCES, deb822=True) == [
-        ("bookworm-security", "http:/m/security"),
-        ("bookworm", "http:/m/debian/"),
-        ("bookworm-updates", "http:/m/debian/"),
-    ]
-    assert mirror.main_archives(ONE_LINE, deb822=False) == [("bookworm", "http:/m/debian")]
-
-
-def test_archive_is_one_that_debootstrap_can_read() -> None:
-    found = [("bookworm", "mirror+file:/etc/apt/mirrors"), ("bookworm", "http:/m/debian/")]
-    assert mirror.pick_archive(found, "bookworm") == "http:/m/debian"
-    assert mirror.pick_archive([("bookworm-updates", "http:/m/u")], "bookworm") is None
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("sources.list", ONE_LINE), ("sources.list.d/debian.sources", SOURCES)]
-)
-def test_mirror_is_the_hosts_own(tmp_path: Path, name: str, text: str) -> None:
-    program = tmp_path / "debootstrap"
-    program.write_text("#!/bin/sh\nDEF_MIRROR=mirror:/default\n")
-    program.chmod(0o755)
-    (tmp_path / "os-release").write_text("ID=debian\nVERSION_CODENAME=bookworm\n")
-    file = tmp_path / "apt" / name
-    file.parent.mkdir(parents=True)
-    file.write_text(text)
-    environ = {"PATH": str(tmp_path)}
-    assert mirror.debian_mirror(BaseSpec(), environ=environ, etc=tmp_path) == "http:/m/debian"
-
-
-def test_default_mirror_is_debootstraps() -> None:
-    script = '#!/bin/sh\nset -e\nDEF_MIRROR="mirror:/default"\nDEF_HTTPS_MIRROR="s"\n'
-    assert mirror.pick_default(script) == "mirror:/default"
-    assert mirror.pick_default("#!/bin/sh\n") is None
-
-
-def test_mirror_of_the_chain_comes_first() -> None:
-    assert mirror.debian_mirror(BaseSpec(mirror="mine:/debian")) == "mine:/debian"
-
-
-def test_mirror_without_a_debian_host(tmp_path: Path) -> None:
-    program = tmp_path / "debootstrap"
-    program.write_text("#!/bin/sh\nDEF_MIRROR=mirror:/default\n")
-    program.chmod(0o755)
-    release = tmp_path / "os-release"
-    release.write_text('ID=fedora\nVERSION_CODENAME=""\n')
-    environ = {"PATH": str(tmp_path)}
-    assert mirror.debian_mirror(BaseSpec(), environ=environ, etc=tmp_path) == "mirror:/default"
-    program.write_text("#!/bin/sh\n")
-    with pytest.raises(SpecError) as caught:
-        mirror.debian_mirror(BaseSpec(), environ=environ, etc=tmp_path)
-    assert caught.value.path == "image.base.mirror"
-
-
-def test_os_release_is_parsed() -> None:
-    text = "PRETTY_NAME=\"Debian GNU/Linux\"\nID=debian\n# note\nVERSION_CODENAME='bookworm'\n"
-    assert mirror.parse_os_release(text) == {
-        "PRETTY_NAME": "Debian GNU/Linux",
-        "ID": "debian",
-        "VERSION_CODENAME": "bookworm",
-    }

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.errors import BuildError, SpecError
-from dni_runtime.image import download, wheelhouse
+from dni_runtime.image import wheels
 from dni_runtime.image.progress import Step
-from dni_runtime.image.wheelhouse import Target
+from dni_runtime.image.wheels import Target
 from dni_runtime.spec import ImageSpec
 
 TARGET = Target("3.12", "aarch64")
@@ -30,7 +30,7 @@ def wheel(folder: Path, name: str, version: str = "1.0", requires: tuple[str, ..
 
 
 def test_download_is_for_the_image_not_the_host() -> None:
-    argv = download.download_argv(["torch==2.13.0"], Path("/w"), TARGET)
+    argv = wheels.download_argv(["torch==2.13.0"], Path("/w"), TARGET)
     pairs = list(itertools.pairwise(argv))
     assert argv[:4] == [sys.executable, "-m", "pip", "download"]
     assert ("--python-version", "3.12") in pairs
@@ -41,27 +41,18 @@ def test_download_is_for_the_image_not_the_host() -> None:
     assert argv[-2:] == ["--", "torch==2.13.0"]
 
 
-def test_torch_comes_from_its_own_index_alone() -> None:
-    argv = download.download_argv(
-        ["torch"], Path("/w"), TARGET, only_index="idx:/cu128", dependencies=False
-    )
-    assert argv[argv.index("--index-url") + 1] == "idx:/cu128"
-    assert "--no-deps" in argv
-    assert "--index-url" not in download.download_argv(["x"], Path("/w"), TARGET, indexes=["i"])
-
-
 def test_runtime_requirements_are_the_distributions_own() -> None:
     pyproject = Path(__file__).parents[3] / "pyproject.toml"
     dependencies = tomllib.loads(pyproject.read_text())["project"]["dependencies"]
-    assert set(wheelhouse.RUNTIME_REQUIREMENTS) <= set(dependencies)
+    assert set(wheels.RUNTIME_REQUIREMENTS) <= set(dependencies)
 
 
 def test_requirements() -> None:
     image = ImageSpec(torch="torch==2.13.0", requirements=("einops>=0.8",))
-    names = wheelhouse.requirements_of(image)
+    names = wheels.requirements_of(image)
     assert names[0] == "torch==2.13.0"
     assert names[-1] == "einops>=0.8"
-    kept = wheelhouse.requirements_of(ImageSpec(torch="base"))
+    kept = wheels.requirements_of(ImageSpec(torch="base"))
     assert not any(name.startswith("torch") for name in kept)
 
 
@@ -77,18 +68,18 @@ def test_malformed_requirements_are_refused(
     image: ImageSpec, location: tuple[str | int, ...]
 ) -> None:
     with pytest.raises(SpecError) as caught:
-        wheelhouse.requirements_of(image)
+        wheels.requirements_of(image)
     assert caught.value.location == location
 
 
 def test_cache_key_changes_with_what_is_wanted_only() -> None:
-    key = wheelhouse.cache_key(["a", "b"], None, TARGET)
-    assert key == wheelhouse.cache_key(["b", "a"], None, TARGET)
+    key = wheels.cache_key(["a", "b"], None, TARGET)
+    assert key == wheels.cache_key(["b", "a"], None, TARGET)
     others = [
-        wheelhouse.cache_key(["a"], None, TARGET),
-        wheelhouse.cache_key(["a", "b"], "index", TARGET),
-        wheelhouse.cache_key(["a", "b"], None, Target("3.11", "aarch64")),
-        wheelhouse.cache_key(["a", "b"], None, Target("3.12", "x86_64")),
+        wheels.cache_key(["a"], None, TARGET),
+        wheels.cache_key(["a", "b"], "index", TARGET),
+        wheels.cache_key(["a", "b"], None, Target("3.11", "aarch64")),
+        wheels.cache_key(["a", "b"], None, Target("3.12", "x86_64")),
     ]
     assert len({key, *others}) == 5
 
@@ -107,28 +98,24 @@ def test_markers_are_judged_for_the_images_python(tmp_path: Path) -> None:
         ),
     )
     wheel(tmp_path, "here_already")
-    assert download.missing_requirements(tmp_path, TARGET) == ["backport>=1", "gone"]
+    assert wheels.missing_requirements(tmp_path, TARGET) == ["backport>=1", "gone"]
 
 
 def _lock(folder: Path) -> None:
-    wheels = [vars_of(w) for w in wheelhouse.scan(folder)]
-    (folder / "wheels.json").write_text(json.dumps({"wheels": wheels}))
-
-
-def vars_of(entry: wheelhouse.Wheel) -> dict[str, str]:
-    return {name: getattr(entry, name) for name in ("name", "version", "file", "sha256")}
+    found = [wheel.model_dump() for wheel in wheels.scan(folder)]
+    (folder / "wheels.json").write_text(json.dumps(found))
 
 
 def test_prepared_wheels_are_found_again_without_pip(tmp_path: Path) -> None:
     image = ImageSpec(torch="torch==2.13.0")
     target = Target(image.base.python, "riscv64")
-    key = wheelhouse.cache_key(wheelhouse.requirements_of(image), None, target)
+    key = wheels.cache_key(wheels.requirements_of(image), None, target)
     folder = tmp_path / "wheels" / key
     folder.mkdir(parents=True)
     wheel(folder, "torch", "2.13.0+cpu")
     _lock(folder)
     steps: list[Step] = []
-    house = download.prepare(image, tmp_path, report=steps.append, machine="riscv64")
+    house = wheels.prepare(image, tmp_path, report=steps.append, machine="riscv64")
     assert [step.state for step in steps] == ["same"]
     assert house.version("torch") == "2.13.0+cpu"
     assert house.version("numpy") is None
@@ -138,19 +125,19 @@ def test_prepared_wheels_are_found_again_without_pip(tmp_path: Path) -> None:
 def test_broken_cache_is_not_used(tmp_path: Path) -> None:
     path = wheel(tmp_path, "torch")
     _lock(tmp_path)
-    assert wheelhouse.read_lock(tmp_path, ()) is not None
+    assert wheels.read_wheelhouse(tmp_path) is not None
     path.unlink()
-    assert wheelhouse.read_lock(tmp_path, ()) is None
+    assert wheels.read_wheelhouse(tmp_path) is None
     (tmp_path / "wheels.json").write_text("{")
-    assert wheelhouse.read_lock(tmp_path, ()) is None
+    assert wheels.read_wheelhouse(tmp_path) is None
 
 
 def test_altered_wheel_is_not_installed(tmp_path: Path) -> None:
     path = wheel(tmp_path, "torch")
     _lock(tmp_path)
-    house = wheelhouse.read_lock(tmp_path, ())
+    house = wheels.read_wheelhouse(tmp_path)
     assert house is not None
-    wheelhouse.check_hashes(house)
+    house.check_hashes()
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(BuildError, match="not the file that was downloaded"):
-        wheelhouse.check_hashes(house)
+        house.check_hashes()
