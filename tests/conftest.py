@@ -36,7 +36,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _NO_GPU])]
 
 
 def needs_slurm(nodeid: str) -> bool:
-    return "e2e" in nodeid and "slurm" in nodeid
+    return ("e2e" in nodeid or "nightly" in nodeid) and "slurm" in nodeid
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
