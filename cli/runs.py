@@ -82,8 +82,9 @@ def ps(runs: Path, as_json: bool) -> None:
 @click.command()
 @run_argument
 @runs_option
+@click.option("--prometheus", is_flag=True, help="Print the figures in Prometheus' text format.")
 @json_option
-def status(run: str | None, runs: Path, as_json: bool) -> None:
+def status(run: str | None, runs: Path, prometheus: bool, as_json: bool) -> None:
     """Show a run: its state, and the figures of each module.
 
     \b
@@ -91,12 +92,15 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
       dnictl status
       watch dnictl status
     """
-    from dni_runtime.launch.figures import MetricsReader
+    from dni_runtime.launch.figures import MetricsReader, prometheus_page
 
     record = chosen_run(run, runs).record
     figures = (MetricsReader(record) if as_json else MetricsReader(record, evaluations=1)).read()
     if as_json:
         print_json(figures.model_dump())
+        return
+    if prometheus:
+        click.echo(prometheus_page(figures), nl=False)
         return
     from rich.text import Text
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod, RenderableType
     from rich.table import Table
 
-    from dni_runtime.documents.metrics import Evaluation
+    from dni_runtime.documents.metrics import Evaluation, Figure
     from dni_runtime.launch.figures import ModuleFigures, RunFigures
 
 _WIDE = 400
@@ -165,8 +165,6 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
 
 
-TROUBLE = ("restarts", "missed", "replayed")
-"""Columns that are shown if a module has a count in them."""
 _IDLE = 0.005
 
 
@@ -174,39 +172,53 @@ def modules_table(figures: RunFigures) -> Table:
     """Return a table with one row per module; on a cluster with its node.
 
     Accuracy is that of the newest evaluation, of the early head or at the tail; the rest is recent.
+    Counters are shown if a module has counted something.
     """
+    from dni_runtime.documents.metrics import figures_of
+    from dni_runtime.launch.figures import ModuleFigures
     from dni_runtime.spec.replicas import tails_of
 
     modules = figures.modules
     tails = tails_of([module.module for module in modules])
+
+    def accuracy(module: ModuleFigures) -> float | None:
+        if module.module in tails:
+            return figures.accuracy
+        return module.evaluation.accuracy if module.evaluation else None
+
     columns = [
         Column("module"),
         Column("host", title="" if figures.job is None else "node"),
         Column("state", lambda m: f"{m.state} ({m.signal})" if m.signal else m.state, state),
         quantity("step", text=thousands),
-        quantity("samples_per_s", text=number, title="samples/s"),
-        quantity("loss", lambda m: math.nan if _loss_diverged(m) else m.loss, number),
-        quantity(
-            "accuracy",
-            lambda m: figures.accuracy if m.module in tails else m.head_accuracy,
-            percent,
-        ),
-        quantity("synthesizer_cosine", text=partial(decimals, 2), title="cosine"),
-        quantity("lag", text=number),
-        quantity("gradients_lost", text=partial(percent, digits=1), title="lost"),
-        Column("waiting", text=waits, title="waits"),
+        quantity("accuracy", accuracy, percent),
         *(
-            quantity(name, text=lambda count: thousands(count or None))
-            for name in TROUBLE
-            if any(getattr(module, name) for module in modules)
+            _column(one)
+            for one in figures_of(ModuleFigures)
+            if one.column and (one.kind == "gauge" or any(getattr(m, one.name) for m in modules))
         ),
     ]
     return table(columns, modules)
 
 
-def _loss_diverged(module: ModuleFigures) -> bool:
+def _column(figure: Figure) -> Column:
+    if figure.name == "waiting":
+        return Column(figure.name, text=waits, title=figure.column)
+    text: Callable[[Any], str] = partial(percent, digits=1) if figure.unit == "share" else number
+    if figure.kind == "counter":
+        text = _count
+    of = _loss if figure.name == "loss" else None
+    return quantity(figure.name, of, text, title=figure.column)
+
+
+def _count(count: int | None) -> str:
+    return thousands(count or None)
+
+
+def _loss(module: ModuleFigures) -> float | None:
     found = module.diverged
-    return module.loss is None and found is not None and found.what == "the loss"
+    diverged = module.loss is None and found is not None and found.what == "the loss"
+    return math.nan if diverged else module.loss
 
 
 def waits(waiting: Mapping[str, float]) -> str:

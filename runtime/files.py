@@ -23,8 +23,8 @@ from dni_runtime.errors import DataError
 WORKER_FOLDERS = ("endpoints", "workers", "metrics", "checkpoints", "snapshots", "ledger")
 """Folders that workers write to; nothing in them is executed or decides what is executed."""
 
-_INNER = re.compile(r"\d{12}|recent|.+\.group")
-"""Folders within those: of a cut, of metrics' newest lines, of a process group."""
+_INNER = re.compile(r"\d{12}|.+\.group")
+"""Folders within those: of a cut, of a process group."""
 
 _PLANTED = "it is a link, or no plain file, and is not used"
 _IN_PLACE_BYTES = 256

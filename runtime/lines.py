@@ -1,8 +1,9 @@
-"""Reading growing files of lines: new lines, and lines at the end, without reading all of it."""
+"""Reading growing files of lines: what is new, and the last few."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,13 +17,13 @@ Parse = Callable[[bytes], Parsed | None]
 """Turns a line into what it says; None if it is damaged."""
 
 _BLOCK_BYTES = 1 << 20
-_STEP_BACK_BYTES = 1 << 13
 
 
 class NewLines:
     """The lines that are added to a file, each once and complete.
 
-    The file may not exist yet; a line must begin at ``offset``, in bytes.
+    If the file is replaced or emptied, it is read from its beginning. It may not exist yet; a line
+    must begin at ``offset``, in bytes.
     """
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
@@ -30,23 +31,36 @@ class NewLines:
         self._offset = offset
         self._rest = b""
         self._read: deque[bytes] = deque()
+        self._inode: int | None = None
 
     def read(self, *, all_of_it: bool = False) -> Iterator[bytes]:
         """Yield the lines added since the last call; ``all_of_it``: also an unfinished one."""
-        with contextlib.suppress(FileNotFoundError), opened(self._path) as file:
-            if os.fstat(file.fileno()).st_size < self._offset:  # emptied since
-                self._offset, self._rest = 0, b""
-            file.seek(self._offset)
-            while self._read or (block := file.read(_BLOCK_BYTES)):
-                if not self._read:
-                    self._offset += len(block)
-                    *lines, self._rest = (self._rest + block).split(b"\n")
-                    self._read.extend(lines)
-                while self._read:
-                    yield self._read.popleft()
-            if all_of_it and self._rest:
-                line, self._rest = self._rest, b""
-                yield line
+        try:
+            with opened(self._path) as file:
+                yield from self._read_from(file)
+        except OSError as error:
+            # ESTALE, on NFS: another host replaced the file after it was opened here.
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+        if all_of_it and self._rest:
+            line, self._rest = self._rest, b""
+            yield line
+
+    def _read_from(self, file: BinaryIO) -> Iterator[bytes]:
+        status = os.fstat(file.fileno())
+        replaced = self._inode not in (None, status.st_ino)
+        self._inode = status.st_ino
+        if replaced or status.st_size < self._offset:  # or emptied
+            self._offset, self._rest = 0, b""
+            self._read.clear()
+        file.seek(self._offset)
+        while self._read or (block := file.read(_BLOCK_BYTES)):
+            if not self._read:
+                self._offset += len(block)
+                *lines, self._rest = (self._rest + block).split(b"\n")
+                self._read.extend(lines)
+            while self._read:
+                yield self._read.popleft()
 
 
 class LineReader(Generic[Parsed]):
@@ -63,66 +77,23 @@ class LineReader(Generic[Parsed]):
                 yield parsed
 
 
-def offset_of_last(
-    path: Path, count: int, mark: bytes = b"\n", *, within: int | None = None
-) -> int:
+def offset_of_last(path: Path, count: int, mark: bytes = b"\n") -> int:
     """Return the offset of a line after which ``count`` lines, or a few more, contain ``mark``.
 
-    If there are fewer, return that of the first line searched; ``within``: search only this many
-    bytes back from the end. The file may not exist.
+    If there are fewer, or no file, return 0.
     """
     with contextlib.suppress(FileNotFoundError), opened(path) as file:
         start = file.seek(0, os.SEEK_END)
-        stop = 0 if within is None else max(start - within, 0)
         count += 1  # the first line found may be cut off
-        while start > stop and count > 0:
-            end, start = start, max(start - _BLOCK_BYTES, stop)
+        while start > 0 and count > 0:
+            end, start = start, max(start - _BLOCK_BYTES, 0)
             file.seek(start)
             count -= file.read(end - start).count(mark)
-        return _next_line(file, start)
+        file.seek(max(start - 1, 0))
+        if start:
+            file.readline()
+        return file.tell()
     return 0
-
-
-def last_line(
-    path: Path, parse: Parse[Parsed], *, before: int | None = None, within: int | None = None
-) -> Parsed | None:
-    """Return the last complete line that can be parsed, or None.
-
-    Search only before the offset ``before``, and only ``within`` bytes back from there. The file
-    may not exist.
-    """
-    with contextlib.suppress(FileNotFoundError), opened(path) as file:
-        end = file.seek(0, os.SEEK_END) if before is None else before
-        stop = 0 if within is None else max(end - within, 0)
-        rest = b""
-        while end > stop:
-            start = max(end - _STEP_BACK_BYTES, stop)
-            file.seek(start)
-            rest, *lines = (file.read(end - start) + rest).split(b"\n")
-            end = start
-            for line in (*reversed(lines), *([rest] if start == 0 else [])):
-                if (parsed := parse(line)) is not None:
-                    return parsed
-    return None
-
-
-def offset_where(path: Path, parse: Parse[Parsed], reached: Callable[[Parsed], bool]) -> int:
-    """Return the offset of the first line for which ``reached`` holds, by binary search.
-
-    ``reached`` must hold for all later lines, too. Without such a line, return the end of the file.
-    """
-    low = 0
-    with contextlib.suppress(FileNotFoundError), opened(path) as file:
-        high = file.seek(0, os.SEEK_END)
-        while low < high:
-            middle = (low + high) // 2
-            parsed = _line_after(file, middle, parse)
-            if parsed is None or reached(parsed):
-                high = middle
-            else:
-                low = middle + 1
-        return _next_line(file, low)
-    return low
 
 
 def last_lines(path: Path) -> list[str]:
@@ -134,20 +105,3 @@ def last_lines(path: Path) -> list[str]:
             return file.read().decode(errors="replace").splitlines()[-10:]
     except OSError:
         return []
-
-
-def _next_line(file: BinaryIO, offset: int) -> int:
-    """Seek to the first line that begins at or after an offset, and return its offset."""
-    file.seek(max(offset - 1, 0))
-    if offset:
-        file.readline()
-    return file.tell()
-
-
-def _line_after(file: BinaryIO, offset: int, parse: Parse[Parsed]) -> Parsed | None:
-    """Return the first complete line that begins at or after an offset."""
-    _next_line(file, offset)
-    for line in file:
-        if line.endswith(b"\n") and (parsed := parse(line)) is not None:
-            return parsed
-    return None

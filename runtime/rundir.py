@@ -19,7 +19,6 @@
       logs/MODULE.ATTEMPT.log       what a worker printed
       logs/supervisor.log           what a detached supervisor printed
       metrics/MODULE.jsonl          what a worker measured: the whole curve
-      metrics/recent/MODULE.jsonl   the newest lines of a long run, unthinned; .1: those before
       tensorboard/MODULE/           the same as event files, on request
       initial/MODULE.safetensors    a module's initial weights, if the chain specifies any
       checkpoints/ID/MODULE.*       consistent cuts, by position in the stream
@@ -49,7 +48,7 @@ from dni_runtime.errors import DataError
 
 FOLDERS = (
     *("specs", "src", "endpoints", "workers", "logs", "metrics"),
-    *("metrics/recent", "initial", "checkpoints", "snapshots", "ledger", "requests", "control"),
+    *("initial", "checkpoints", "snapshots", "ledger", "requests", "control"),
 )
 
 
@@ -198,9 +197,6 @@ class RunDir:
 
     def metrics(self, module: str) -> Path:
         return self.root / "metrics" / f"{module}.jsonl"
-
-    def recent_metrics(self, module: str) -> Path:
-        return self.root / "metrics" / "recent" / f"{module}.jsonl"
 
     @property
     def tensorboard(self) -> Path:

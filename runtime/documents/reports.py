@@ -11,7 +11,7 @@ from typing import Literal, Self
 from pydantic import Field
 
 from dni_runtime.documents.base import Document
-from dni_runtime.documents.metrics import Evaluation
+from dni_runtime.documents.metrics import Evaluation, TrainLine
 from dni_runtime.files import overwrite_json
 
 WorkerPhase = Literal[
@@ -67,6 +67,9 @@ class Report(_OfWorker):
     connected: bool | None = None  # the links downstream are open; None: the tail
     in_flight: int = 0  # unacknowledged messages downstream
     evaluation: Evaluation | None = None  # the newest
+    train: TrainLine | None = None  # the newest
+    batches_per_s: float | None = None  # over the attempt, from its first such line on
+    samples_per_s: float | None = None
     error: str | None = None  # that ended it
     exit_code: int | None = None  # that follows from the error
     warning: str | None = None  # newest problem that did not end it

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 from dni_runtime.core.interfaces import INTERFACES
 from dni_runtime.core.metrics import rises
 from dni_runtime.core.replication import STRATEGIES
-from dni_runtime.documents.metrics import EvaluationLine, StartLine, read_metrics
+from dni_runtime.documents.metrics import EvaluationLine, StartLine, TrainLine, read_metrics
 from dni_runtime.errors import DataError, SpecError, UsageError
 from dni_runtime.launch.curves import Panel
-from dni_runtime.launch.figures import newest_train
 from dni_runtime.launch.prepare import Prepared, prepare_again
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.reference import REFERENCE
@@ -214,10 +213,12 @@ def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Tria
     points = tuple(
         Point(line.epoch, line.time - first.time, _number(line, metric)) for line in lines
     )
-    newest = {name: newest_train(record.run, name) for name in workers}
-    trained = sum(one.samples for name in tails if (one := newest[name]) is not None)
+    newest = {
+        name: line for name in workers for line in read_metrics(record.run.metrics(name), TrainLine)
+    }
+    trained = sum(newest[name].samples for name in tails if name in newest)
     samples = lines[-1].trained or trained
-    shared = [one.shared_bytes for one in newest.values() if one and one.shared_bytes is not None]
+    shared = [one.shared_bytes for one in newest.values() if one.shared_bytes is not None]
     return Trial(
         method,
         seed,

@@ -1,37 +1,32 @@
-"""Measurements of a run's workers, read from its directory: the figures of ``status``."""
+"""Figures of a run: what ``status`` and Prometheus show, read from what its workers write."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from dni_runtime.documents.base import Document
 from dni_runtime.documents.metrics import (
     EVAL,
+    Evaluation,
     EvaluationLine,
     Measured,
-    MetricsLine,
-    TrainLine,
+    counter,
+    figures_of,
+    gauge,
     parse_evaluation,
-    parse_line,
-    parse_train,
 )
 from dni_runtime.documents.records import JobRecord
 from dni_runtime.documents.reports import Diverged, Report, WorkerPhase
 from dni_runtime.documents.state import RunState
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.schedulers import read_state
-from dni_runtime.lines import LineReader, last_line, offset_of_last, offset_where
-from dni_runtime.rundir import RunDir
+from dni_runtime.lines import LineReader, offset_of_last
 from dni_runtime.spec.replicas import tails_of
 
 EVALUATIONS = 1000
 """Most evaluations shown; earlier ones are in the tail's metrics file."""
-
-_NEWEST_BYTES, _SEARCHED_BYTES = 1 << 18, 1 << 26  # of months, as workers write them
-_LINK_COUNTS = ("missed", "replayed", "resent", "duplicates", "gaps")
 
 
 class ModuleFigures(Measured):
@@ -40,15 +35,13 @@ class ModuleFigures(Measured):
     module: str
     state: WorkerPhase
     attempt: int  # number of this start of the module
-    restarts: int = 0  # in this attempt of the run
+    restarts: int = counter("restarts in this attempt of the run", column="restarts", default=0)
     pid: int | None = None
     host: str | None = None
-    epoch: int | None = None  # the newest that it has seen
-    step: int | None = None  # training batches so far
-    samples: int | None = None  # of training, so far
-    head_loss: float | None = None  # of the early head, in the newest evaluation
-    head_accuracy: float | None = None  # of the early head, in the newest evaluation
-    head_train_accuracy: float | None = None  # of the early head, on training batches, lately
+    epoch: int | None = gauge("the newest epoch that it has seen")
+    step: int | None = counter("training batches so far", "batches")
+    samples: int | None = counter("training samples so far")
+    evaluation: Evaluation | None = None  # the newest: of its early head, or the chain's
     exit_code: int | None = None
     signal: str | None = None  # name of the one that killed it
     error: str | None = None  # the worker's last one
@@ -79,8 +72,7 @@ class RunFigures(Document):
     accuracy: float | None  # of the last evaluation
     loss: float | None  # of the last evaluation
     evaluations: tuple[EvaluationLine, ...]  # the last ones, up to ``EVALUATIONS``
-    # of training, at the tail with all its replicas, from the attempt's first to its last
-    # measurement
+    # of training, at the tail with all its replicas, since their last starts
     samples_per_s: float | None
     eta_s: float | None  # seconds left, at the pace of this attempt
     modules: tuple[ModuleFigures, ...]  # head first
@@ -88,27 +80,17 @@ class RunFigures(Document):
     test: EvaluationLine | None = None  # evaluation of the test set
 
 
-def newest_train(run: RunDir, module: str) -> TrainLine | None:
-    """Return the newest line about a module's training; None if none is near its file's end."""
-    paths = (run.metrics(module), run.recent_metrics(module))
-    found = [last_line(path, parse_train, within=_NEWEST_BYTES) for path in paths]
-    return max((line for line in found if line), key=lambda line: line.time, default=None)
-
-
 class MetricsReader:
     """Reads the figures of one run; :meth:`read` is cheap enough to be called every second.
 
-    Metrics files are read from their end: a run of months costs no more than one of minutes.
+    They are in the workers' reports, except evaluations, which the first tail's lines have.
     """
 
     def __init__(self, record: Record, *, evaluations: int = EVALUATIONS) -> None:
         self._record = record
         self._most = evaluations
-        self._lines: LineReader[EvaluationLine] | None = None
-        self._train: dict[str, TrainLine] = {}
-        self._kept: dict[str, dict[str, int]] = {}
         self._tails = tails_of(record.modules)
-        self._first: dict[str, TrainLine] = {}
+        self._lines: LineReader[EvaluationLine] | None = None
         self._evaluations: dict[int, EvaluationLine] = {}
         self._test: EvaluationLine | None = None
 
@@ -117,15 +99,13 @@ class MetricsReader:
         record = self._record
         state = state or read_state(record.run)
         job = JobRecord.load(record.run.job)
-        for line in self._news(self._tails[0]):
-            self._evaluated(line)
-        for name in record.modules:
-            self._follow(name, state)
-        modules = tuple(self._module(name, state) for name in record.modules)
+        self._read_evaluations()
+        reports = {name: self._report(name, state) for name in record.modules}
+        modules = tuple(_module(name, report, state) for name, report in reports.items())
+        tails = [reports[name] for name in self._tails if reports[name].step is not None]
         evaluations = tuple(self._evaluations[key] for key in sorted(self._evaluations))
         last = evaluations[-1] if evaluations else None
-        steps = [one.step for one in modules if one.module in self._tails and one.step is not None]
-        step = sum(steps) if steps else None
+        step = sum(tail.step or 0 for tail in tails) if tails else None
         return RunFigures(
             run=record.name,
             path=str(record.run.root),
@@ -147,127 +127,113 @@ class MetricsReader:
             loss=last.loss if last else None,
             evaluations=evaluations,
             test=self._test,
-            samples_per_s=self._pace("samples"),
-            eta_s=self._eta(state, step),
+            samples_per_s=_rate(tails, "samples_per_s"),
+            eta_s=self._eta(state, step, tails),
             modules=modules,
         )
 
-    def _follow(self, name: str, state: RunState) -> None:
-        """Read a module's newest line; ignore earlier attempts of the run."""
-        since = state.attempt
-        newest = newest_train(self._record.run, name)
-        if newest is None or newest.attempt < since:
-            return
-        last = self._train.get(name)
-        if last is None or last.attempt != newest.attempt:
-            self._kept[name] = self._former_counts(name, since, newest.attempt)
-        self._train[name] = newest
-        first = self._first.get(name)
-        if name in self._tails and (first is None or first.attempt < since):
-            self._first[name] = self._first_train(name, since) or newest
+    def _report(self, name: str, state: RunState) -> Report:
+        """Return a worker's newest report; an empty one if it is of an earlier start of the run."""
+        report, known = Report.read(self._record.run.worker(name)), state.modules.get(name)
+        # The first replica has the counts of those without a worker.
+        inactive = known is not None and known.state == "inactive"
+        return Report() if inactive or report.attempt < state.attempt else report
 
-    def _news(self, tail: str) -> Iterator[EvaluationLine]:
-        """Return the tail's new evaluations; at first the last ones."""
+    def _read_evaluations(self) -> None:
+        """Read the tail's new evaluations; at first the last ones."""
         if self._lines is None:
-            path = self._record.run.metrics(tail)
-            offset = offset_of_last(path, self._most, EVAL, within=_SEARCHED_BYTES)
+            path = self._record.run.metrics(self._tails[0])
+            offset = offset_of_last(path, self._most, EVAL)
             self._lines = LineReader(path, parse_evaluation, offset=offset)
-        return self._lines.new()
-
-    def _first_train(self, name: str, since: int) -> TrainLine | None:
-        path = self._record.run.metrics(name)
-        offset = offset_where(path, parse_line, partial(_of_start, since))
-        return next(LineReader(path, parse_train, offset=offset).new(), None)
-
-    def _former_counts(self, name: str, since: int, attempt: int) -> dict[str, int]:
-        """Return the sums of counters over earlier attempts: each attempt resets them."""
-        kept = dict.fromkeys(_LINK_COUNTS, 0)
-        path = self._record.run.metrics(name)
-        while attempt > since:
-            begins = offset_where(path, parse_line, partial(_of_start, attempt))
-            line = last_line(path, parse_train, before=begins)
-            if line is None or line.attempt < since:
-                break
-            for key in _LINK_COUNTS:
-                kept[key] += getattr(line, key) or 0
-            attempt = min(line.attempt, attempt - 1)
-        return kept
-
-    def _evaluated(self, line: EvaluationLine) -> None:
-        # After a resume the chain repeats some batches: the last result counts.
-        for later in [key for key in self._evaluations if key > line.step]:
-            del self._evaluations[later]
-        if line.kind == "test":
-            self._test = line
-        else:
+        for line in self._lines.new():
+            # After a resume the chain repeats some batches: the last result counts.
+            for later in [key for key in self._evaluations if key > line.step]:
+                del self._evaluations[later]
+            if line.kind == "test":
+                self._test = line
+                continue
             self._test = None  # it comes after all evaluations
             self._evaluations[line.step] = line
             if len(self._evaluations) > self._most:
                 del self._evaluations[min(self._evaluations)]
 
-    def _module(self, name: str, state: RunState) -> ModuleFigures:
-        known = state.modules.get(name)
-        report = Report.read(self._record.run.worker(name))
-        if known is not None:
-            report = report.of(known.attempt)
-        train = self._train.get(name)
-        if known is not None and known.state == "inactive":  # the first replica has its counts
-            return ModuleFigures(module=name, state=known.state, attempt=known.attempt)
-        done = report or train
-        early = report.evaluation if name not in self._tails else None
-        return ModuleFigures(
-            **self._measured(name, running=known is not None and known.state == "running"),
-            module=name,
-            state=known.state if known else report.state if report else "new",
-            attempt=known.attempt if known else report.attempt,
-            restarts=known.restarts if known else 0,
-            pid=report.pid or (known.pid if known else None),
-            host=report.host,
-            epoch=report.epoch if report else train.epoch if train else None,
-            step=done.step if done else None,
-            samples=done.samples if done else None,
-            head_loss=early.loss if early else None,
-            head_accuracy=early.accuracy if early else None,
-            head_train_accuracy=train.head_accuracy if train else None,
-            exit_code=known.exit_code if known else None,
-            signal=known.signal if known else None,
-            error=report.error,
-            warning=report.warning,
-            diverged=report.diverged,
-            log=known.log if known else None,
-        )
-
-    def _measured(self, name: str, *, running: bool) -> dict[str, Any]:
-        """Return a module's newest measurements, with counts of all its attempts."""
-        train = self._train.get(name)
-        if train is None:
-            return {}
-        found = {key: getattr(train, key) for key in Measured.model_fields}
-        counts = {key: (found[key] or 0) + kept for key, kept in self._kept[name].items()}
-        return found | counts | {"in_flight": train.in_flight if running else None}
-
-    def _pace(self, what: Literal["step", "samples"]) -> float | None:
-        """Return the growth of a counter of the tail per second, over this attempt."""
-        paces = [self._pace_of(what, self._train[name], one) for name, one in self._first.items()]
-        known = [one for one in paces if one is not None]
-        return round(sum(known), 3) if known else None
-
-    def _pace_of(
-        self, what: Literal["step", "samples"], last: TrainLine, first: TrainLine
-    ) -> float | None:
-        if last.time <= first.time:  # the only measurement so far
-            return last.samples_per_s if what == "samples" else last.batches_per_s
-        grown: int = getattr(last, what) - getattr(first, what)
-        return grown / (last.time - first.time)
-
-    def _eta(self, state: RunState, step: int | None) -> float | None:
-        total, pace = self._record.total_steps, self._pace("step")
-        if not state.active or total is None or step is None or not pace or pace <= 0:
+    def _eta(self, state: RunState, step: int | None, tails: Sequence[Report]) -> float | None:
+        total, rate = self._record.total_steps, _rate(tails, "batches_per_s")
+        if not state.active or total is None or step is None or not rate:
             return None
-        since_s = time.time() - max(self._train[name].time for name in self._first)
-        return max((total - step) / pace - since_s, 0.0)
+        since_s = time.time() - max(tail.train.time for tail in tails if tail.train is not None)
+        return max((total - step) / rate - since_s, 0.0)
 
 
-def _of_start(attempt: int, line: MetricsLine) -> bool:
-    """Return whether a line is of this attempt of its module or a later one."""
-    return line.attempt >= attempt
+def _module(name: str, newest: Report, state: RunState) -> ModuleFigures:
+    known = state.modules.get(name)
+    measured: dict[str, Any] = {}
+    if newest.train is not None:
+        measured = {key: getattr(newest.train, key) for key in Measured.model_fields}
+        if known is None or known.state != "running":
+            measured["in_flight"] = None
+    report = newest.of(known.attempt) if known else newest
+    return ModuleFigures(
+        **measured,
+        module=name,
+        state=known.state if known else report.state if report else "new",
+        attempt=known.attempt if known else report.attempt,
+        restarts=known.restarts if known else 0,
+        pid=report.pid or (known.pid if known else None),
+        host=report.host,
+        epoch=newest.epoch,
+        step=newest.step,
+        samples=newest.samples,
+        evaluation=newest.evaluation,
+        exit_code=known.exit_code if known else None,
+        signal=known.signal if known else None,
+        error=report.error,
+        warning=report.warning,
+        diverged=report.diverged,
+        log=known.log if known else None,
+    )
+
+
+def _rate(tails: Sequence[Report], name: Literal["batches_per_s", "samples_per_s"]) -> float | None:
+    """Return a rate of training at the tail with all its replicas, over this attempt."""
+    rates = [rate for tail in tails if (rate := getattr(tail, name)) is not None]
+    return round(sum(rates), 3) if rates else None
+
+
+def prometheus_page(run: RunFigures) -> str:
+    """Return a run's newest figures in Prometheus' text format.
+
+    Source: "Exposition formats" in Prometheus' documentation, version 0.0.4.
+    """
+    running = [({"module": one.module}, int(one.state == "running")) for one in run.modules]
+    evaluation = run.evaluations[-1].figures if run.evaluations else {}
+    metrics = [({"metric": name}, value) for name, value in evaluation.items()]
+    lines = _family(run, "running", "gauge", "whether the module's worker runs", running)
+    lines += _family(run, "evaluation", "gauge", "newest evaluation of the chain", metrics)
+    for one in figures_of(ModuleFigures):
+        points = []
+        for module in run.modules:
+            labels, value = {"module": module.module}, getattr(module, one.name)
+            if isinstance(value, dict):
+                points += [({**labels, "reason": reason}, part) for reason, part in value.items()]
+            else:
+                points.append((labels, value))
+        lines += _family(run, one.name, one.kind, one.help, points)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _family(
+    run: RunFigures, name: str, kind: str, help: str, points: list[tuple[dict[str, str], Any]]
+) -> list[str]:
+    name = f"dni_{name}_total" if kind == "counter" else f"dni_{name}"
+    lines = [f"# HELP {name} {help}", f"# TYPE {name} {kind}"]
+    for labels, value in points:
+        if value is not None:
+            pairs = {"run": run.run, **labels}.items()
+            text = ",".join(f'{key}="{_escaped(label)}"' for key, label in pairs)
+            lines.append(f"{name}{{{text}}} {value}")
+    return lines if len(lines) > 2 else []
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -13,27 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from dni_runtime.documents.base import Document
-from dni_runtime.documents.metrics import EvaluationLine, MetricsLine, TrainLine, parse_line
+from dni_runtime.documents.metrics import EvaluationLine, MetricsLine, figures_of, parse_line
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.launch.records import Record
 from dni_runtime.lines import LineReader
 from dni_runtime.spec.replicas import tails_of
-
-TRAIN_TAGS = {
-    "loss": "train/loss",
-    "samples_per_s": "train/samples_per_s",
-    "batches_per_s": "train/batches_per_s",
-    "head_accuracy": "head/train_accuracy",
-    "synthesizer_error": "synthesizer/error",
-    "synthesizer_cosine": "synthesizer/cosine",
-    "lag": "gradients/age",
-    "lag_max": "gradients/age_max",
-    "gradients_lost": "gradients/lost",
-    "window_fill": "window/fill",
-    "cpu": "process/cpu",
-    "memory_bytes": "process/memory_bytes",
-}
-"""Tags of the fields of ``train`` lines (docs/metrics.md)."""
 
 
 def scalars(line: MetricsLine, *, early: bool) -> dict[str, float]:
@@ -45,9 +29,12 @@ def scalars(line: MetricsLine, *, early: bool) -> dict[str, float]:
     if isinstance(line, EvaluationLine):
         prefix = f"{line.kind}/" if not early else "head/" if line.kind == "eval" else "head/test_"
         found = {f"{prefix}{name}": value for name, value in line.figures.items()}
-    elif isinstance(line, TrainLine):
-        found = {tag: getattr(line, name) for name, tag in TRAIN_TAGS.items()}
-        found |= {f"waiting/{reason}": share for reason, share in line.waiting.items()}
+    for figure in figures_of(type(line)):
+        value = getattr(line, figure.name)
+        if figure.tag and isinstance(value, dict):
+            found |= {f"{figure.tag}{reason}": part for reason, part in value.items()}
+        elif figure.tag:
+            found[figure.tag] = value
     return {tag: float(value) for tag, value in found.items() if value is not None}
 
 

@@ -1,18 +1,23 @@
-"""A worker's metrics, as JSON lines, and the content of its report.
+"""What a worker measures: its file of metrics, and its report.
 
-Every field of a line is described in docs/metrics.md.
+``metrics/MODULE.jsonl`` is the whole learning curve. Beyond ``FULL_BYTES`` the worker thins it out:
+the older a ``train`` line, the fewer of its neighbours stay. The file is appended to or replaced as
+a whole: a worker killed at any point leaves whole lines, except possibly the last one. The report
+is replaced about once a second, also if the computing thread is blocked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import resource
 import socket
+import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -26,20 +31,26 @@ from dni_runtime.documents.metrics import (
     EpochLine,
     Evaluation,
     EvaluationLine,
+    Measured,
     MetricsLine,
     StartLine,
     TrainLine,
+    figures_of,
+    parse_train,
 )
 from dni_runtime.documents.reports import Diverged, Report, WorkerPhase
 from dni_runtime.documents.state import process_birth
-from dni_runtime.errors import CheckpointError, DniError
+from dni_runtime.errors import CheckpointError, DniError, StoppedError
+from dni_runtime.files import opened, write_atomic
+from dni_runtime.link import LinkCounters
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.worker.background import repeating
 from dni_runtime.worker.device import Copies, Fetched
+from dni_runtime.worker.exchange import Exchange
+from dni_runtime.worker.fanout import Fanout
+from dni_runtime.worker.join import Join
 from dni_runtime.worker.ledger import Progress
-from dni_runtime.worker.link_figures import LinkFigures
-from dni_runtime.worker.metrics_file import MetricsFile
-from dni_runtime.worker.report import ReportWriter
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +59,114 @@ INTERVAL_S = 1.0
 
 SAMPLE_S = 0.25
 """Seconds between measurements that cost passes over activations."""
+
+REPORT_S = 1.0
+"""Seconds between two writes of the report."""
+
+FULL_BYTES = 8 << 20
+"""Size at which a file of metrics is thinned out: about four hours of lines."""
+
+DETAIL = 1000
+"""A ``train`` line stays if the one before is older by a thousandth of its age."""
+
+COUNTERS = tuple(one.name for one in figures_of(Measured) if one.kind == "counter")
+
+
+def link_figures(
+    input: Join | None, output: Fanout | None, exchange: Exchange | None, replayed: int
+) -> dict[str, Any]:
+    """Return those figures of a line that are of the worker's links."""
+    up = LinkCounters() if input is None else input.counters
+    down = LinkCounters() if output is None else output.counters
+    beside = LinkCounters() if exchange is None else exchange.counters
+    return {
+        "in_flight": 0 if output is None or not output.links else output.fullest.in_flight,
+        "gradients_dropped": up.gradients_dropped,
+        "refused": dict(up.refused + beside.refused),
+        "missed": down.missed,
+        "replayed": replayed,
+        "resent": down.resent,
+        "duplicates": up.duplicates,
+        "gaps": up.gaps,
+        "shared_bytes": None if exchange is None else exchange.sent,
+    }
+
+
+class ReportWriter:
+    """Writes one attempt's report, until a later attempt of the module has written its own."""
+
+    def __init__(
+        self,
+        path: Path,
+        module: str,
+        attempt: int,
+        report: Callable[[], Report],  # also called in a thread
+        on_error: Callable[[OSError], None],
+    ) -> None:
+        self._path = path
+        self._module = module
+        self._attempt = attempt
+        self._report = report
+        self._on_error = on_error
+        self._lock = threading.Lock()
+        self._shown = self._told = False
+        self._later = 0
+
+    def regularly(self) -> contextlib.AbstractContextManager[None]:
+        """Write it about once a second, whatever the computing thread does."""
+        return repeating("report", REPORT_S, self.write)
+
+    def write(self) -> None:
+        """Write it now."""
+        with self._lock:
+            try:
+                later = Report.read(self._path).attempt if self._shown else 0
+                self._later = later if later > self._attempt else self._later
+                if not self._later:
+                    self._shown = True
+                    self._report().write(self._path, durable=False)
+            except OSError as error:
+                self._on_error(error)
+
+    def check(self) -> None:
+        """Raise ``StoppedError``, once, if a later attempt has taken over.
+
+        That happens if this process was out of reach.
+        """
+        if self._later and not self._told:
+            self._told = True
+            raise StoppedError(f"attempt {self._later} of module {self._module!r} has taken over")
+
+
+class MetricsFile:
+    """Appends one module's lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._limit_bytes = FULL_BYTES
+
+    def append(self, line: MetricsLine) -> None:
+        """Add a line; ``OSError`` if the disk is full or unavailable."""
+        size_bytes = line.append(self._path)
+        if size_bytes >= self._limit_bytes:
+            # If it stays as large (evaluations, or no room for another file), it may grow first.
+            self._limit_bytes = size_bytes + FULL_BYTES // 2
+            with opened(self._path) as file:
+                kept = thinned(file.readlines(), line.time)
+            write_atomic(self._path, b"".join(kept))
+            size_bytes = sum(map(len, kept))
+            self._limit_bytes = max(FULL_BYTES, size_bytes + FULL_BYTES // 2)
+
+
+def thinned(lines: Iterable[bytes], now: float) -> list[bytes]:
+    """Leave out ``train`` lines, the more the older they are: see ``DETAIL``."""
+    kept, last = [], 0.0
+    for text in lines:
+        line = parse_train(text)
+        if line is None or abs(line.time - last) >= (now - line.time) / DETAIL:
+            kept.append(text)
+            last = last if line is None else line.time
+    return kept
 
 
 @dataclass
@@ -81,11 +200,15 @@ class MetricsWriter:
         self._doing_since_s = time.monotonic()
         self._link: tuple[bool | None, int] = None, 0
         path, name = self.run.worker(self.spec.module), self.spec.module
+        # Counters go on where the module's former attempt was.
+        self._former = Report.read(path).train or TrainLine(kind="train")
         self.report = ReportWriter(path, name, self.attempt, self._report, self._complain)
         self._complained = False
         self._exit_code: int | None = None
         self._replayed = 0
-        self._file = MetricsFile(self.run, self.spec.module)
+        self._file = MetricsFile(self.run.metrics(name))
+        self._first: TrainLine | None = None
+        self._newest: TrainLine | None = None
         self._lines: deque[tuple[MetricsLine, _Means | None]] = deque()
         self._loss = Mean()
         self._fill, self._fills = 0.0, 0
@@ -147,16 +270,19 @@ class MetricsWriter:
             step.measure_late = step.measure_head = True
         return now >= self._due
 
-    def write(self, step: ModuleStep, links: LinkFigures, copies: Copies) -> None:
+    def write(
+        self, step: ModuleStep, links: Mapping[str, Any], connected: bool | None, copies: Copies
+    ) -> None:
         """Write one line about training, as soon as its means have been computed.
 
+        ``links``: see :func:`link_figures`; ``connected``: all links downstream; None for the tail.
         ``copies`` fetches the means from the module's device, without waiting for it. Raises
         ``StoppedError`` if a later attempt of the module has taken over.
         """
-        self._link = links.connected, links.in_flight
+        self._link = connected, links["in_flight"]
         progress, counters, then = self.progress, step.counters, self._last
-        if progress.step > then.step or links.replayed > self._replayed:
-            self._replayed = links.replayed
+        if progress.step > then.step or links["replayed"] > self._replayed:
+            self._replayed = links["replayed"]
             now = self._last = self._reading(counters)
             took = max(now.time_s - then.time_s, 1e-9)
             paired, given_up = now.paired - then.paired, now.given_up - then.given_up
@@ -181,7 +307,7 @@ class MetricsWriter:
                 gradients_given_up=counters.given_up,
                 gradients_skipped=counters.skipped,
                 updates_skipped=step.optimization.skipped,
-                **vars(links),
+                **links,
                 window_fill=_share(self._fill, self._fills),
                 waiting={
                     reason: round((value - then.waiting_s.get(reason, 0.0)) / took, 4)
@@ -192,7 +318,7 @@ class MetricsWriter:
                 cpu=round((now.cpu_s - then.cpu_s) / took, 3),
                 **_memory(),
             )
-            self._append(line, _Means.of(means, copies))
+            self._append(_since(self._former, line), _Means.of(means, copies))
             counters.lag_max, self._fill, self._fills = 0, 0.0, 0
         self._due = time.monotonic() + INTERVAL_S
         self.report.check()
@@ -248,8 +374,11 @@ class MetricsWriter:
         """
         while self._lines and (wait or (means := self._lines[0][1]) is None or means.fetched.here):
             line, means = self._lines.popleft()
+            line = line if means is None else line.model_copy(update=means.values())
+            if isinstance(line, TrainLine):
+                self._first, self._newest = self._first or line, line
             try:
-                self._file.append(line if means is None else line.model_copy(update=means.values()))
+                self._file.append(line)
             except OSError as error:
                 self._complain(error)
 
@@ -275,11 +404,36 @@ class MetricsWriter:
             connected=self._link[0],
             in_flight=self._link[1],
             evaluation=self._evaluation,
+            train=self._newest,
+            batches_per_s=self._rate("step"),
+            samples_per_s=self._rate("samples"),
             error=self.error,
             exit_code=self._exit_code,
             warning=self.warning,
             diverged=self.diverged,
         )
+
+    def _rate(self, counter: Literal["step", "samples"]) -> float | None:
+        """Return the growth of a counter per second since the attempt's first line."""
+        first, last = self._first, self._newest
+        if first is None or last is None:
+            return None
+        if last.time <= first.time:  # the only one so far
+            return last.batches_per_s if counter == "step" else last.samples_per_s
+        grown: int = getattr(last, counter) - getattr(first, counter)
+        return round(grown / (last.time - first.time), 3)
+
+
+def _since(former: TrainLine, line: TrainLine) -> TrainLine:
+    """Return a line with the counters of a former attempt added."""
+    sums = {name: _sum(getattr(former, name), getattr(line, name)) for name in COUNTERS}
+    return line.model_copy(update=sums)
+
+
+def _sum(former: Any, now: Any) -> Any:
+    if isinstance(now, dict):
+        return {key: _sum(former.get(key), now.get(key)) for key in former | now}
+    return now if former is None else round(former + (now or 0), 4)
 
 
 class _Means(NamedTuple):

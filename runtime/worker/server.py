@@ -40,8 +40,7 @@ from dni_runtime.worker.idle import Idle
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.labels import Labels
 from dni_runtime.worker.ledger import Ledger
-from dni_runtime.worker.link_figures import LinkFigures
-from dni_runtime.worker.metrics import MetricsWriter
+from dni_runtime.worker.metrics import MetricsWriter, link_figures
 from dni_runtime.worker.neighbours import Neighbours
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.saver import StateSaver
@@ -399,8 +398,9 @@ class ModuleServer:
 
     def _write_metrics(self) -> None:
         replayed = 0 if self._idle is None else self._idle.count
-        figures = LinkFigures.of(self._input, self._output, self._exchange, replayed)
-        self._metrics.write(self._step, figures, self._copies)
+        figures = link_figures(self._input, self._output, self._exchange, replayed)
+        connected = None if self._output is None else self._output.connected
+        self._metrics.write(self._step, figures, connected, self._copies)
 
     def _sleep(self) -> None:
         self._send_answers(wait=True)

@@ -1,4 +1,4 @@
-"""Reading files that grow: what is new, from the end, and by halves."""
+"""Reading files that grow: what is new, and the last few lines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dni_runtime import lines
-from dni_runtime.files import append_line
-from dni_runtime.lines import LineReader, NewLines, last_line, offset_of_last, offset_where
+from dni_runtime.files import append_line, write_atomic
+from dni_runtime.lines import LineReader, NewLines, offset_of_last
 
 
 @pytest.fixture
@@ -28,13 +28,8 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=[16, 100, 1 << 20])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    for name in ("_BLOCK_BYTES", "_STEP_BACK_BYTES"):
-        monkeypatch.setattr(lines, name, request.param)
+    monkeypatch.setattr(lines, "_BLOCK_BYTES", request.param)
     return int(request.param)
-
-
-def _of_attempt(attempt: int, line: dict[str, Any]) -> bool:
-    return int(line["attempt"]) >= attempt
 
 
 def parse(text: bytes, mark: bytes = b"") -> dict[str, Any] | None:
@@ -75,10 +70,13 @@ def test_a_file_that_was_emptied_is_read_from_its_beginning(tmp_path: Path) -> N
     assert list(reader.read(all_of_it=True)) == [b"new"]
 
 
-def test_the_last_few_are_not_looked_for_everywhere(path: Path) -> None:
-    offset = offset_of_last(path, 300, within=1000)
-    assert 1000 - 80 < path.stat().st_size - offset <= 1000
-    assert numbers(LineReader(path, parse, offset=offset))[-1] == 299
+def test_a_file_that_was_replaced_is_read_from_its_beginning(path: Path) -> None:
+    reader = LineReader(path, parse)
+    assert len(numbers(reader)) == 300
+    write_atomic(path, path.read_bytes())
+    for _ in range(2):
+        append_line(path, {"n": 300})
+    assert numbers(reader) == [*range(300), 300, 300]
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 300, 1000])
@@ -90,42 +88,6 @@ def test_the_last_few(path: Path, block: int, count: int) -> None:
         path, parse, offset=offset_of_last(path, min(count, 30), b'"kind":"eval"')
     )
     assert len([n for n in numbers(evaluations) if n % 10 == 0]) >= min(count, 30)
-
-
-def test_the_last_line_of_a_kind(path: Path, block: int) -> None:
-    with path.open("ab") as file:
-        file.write(b'{"kind":"eval", damaged\n{"kind":"train","unfinished":')
-    for mark, number in ((b'"kind":"train"', 299), (b'"kind":"eval"', 290), (b'"n":0,', 0)):
-        found = last_line(path, partial(parse, mark=mark))
-        assert found is not None
-        assert found["n"] == number
-    assert last_line(path, partial(parse, mark=b"nowhere")) is None
-    assert last_line(path, partial(parse, mark=b'"n":0,'), within=1000) is None
-    assert last_line(path.with_name("none"), parse) is None
-    end = offset_where(path, parse, lambda x: bool(x["n"] >= 60))
-    before = last_line(path, partial(parse, mark=b'"kind":"train"'), before=end)
-    assert before is not None
-    assert before["n"] == 59
-
-
-def test_where_an_attempt_begins(path: Path) -> None:
-    content = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*content[:31], b"damaged\n" * 50, *content[31:]]))
-    for attempt in range(12):
-        offset = offset_where(path, parse, partial(_of_attempt, attempt))
-        expected = list(range(300))[max(attempt - 1, 0) * 30 :]
-        assert numbers(LineReader(path, parse, offset=offset)) == expected
-    assert offset_where(path, parse, lambda line: False) == path.stat().st_size
-    assert offset_where(path.with_name("none"), parse, lambda line: True) == 0
-
-
-def test_a_search_reads_little(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a file of any length; a line's own length counts."""
-    with path.open("ab") as file:
-        file.write(path.read_bytes() * 200)
-    seen = []
-    offset_where(path, parse, lambda line: bool(seen.append(line)))  # type: ignore[func-returns-value]
-    assert len(seen) <= path.stat().st_size.bit_length()
 
 
 def test_reading_does_not_hold_the_file(path: Path) -> None:

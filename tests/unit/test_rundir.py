@@ -21,7 +21,7 @@ from dni_runtime.files import (
     read_json,
     write_json,
 )
-from dni_runtime.lines import NewLines, last_line, offset_of_last, offset_where
+from dni_runtime.lines import NewLines, offset_of_last
 from dni_runtime.rundir import RunDir
 from tests.lines import read_lines
 
@@ -121,7 +121,7 @@ def planted(request: pytest.FixtureRequest, tmp_path: Path) -> RunDir:
                 os.mkfifo(path)
             case "device":
                 path.symlink_to("/dev/zero")
-    for folder in (run.recent_metrics("m").parent, run.checkpoint(7, "m").parent):
+    for folder in (run.group("m"), run.checkpoint(7, "m").parent):
         if request.param == "folder":
             folder.rmdir() if folder.exists() else None
             folder.symlink_to(outside)
@@ -133,13 +133,11 @@ def planted(request: pytest.FixtureRequest, tmp_path: Path) -> RunDir:
 
 def test_what_a_container_has_planted_is_not_followed(planted: RunDir, tmp_path: Path) -> None:
     """Neither read, nor changed, nor waited for: it counts as missing."""
-    recent = planted.recent_metrics("m").with_suffix(".json")
-    places = [planted.ledger("m"), planted.worker("m"), recent]
+    places = [planted.ledger("m"), planted.worker("m"), planted.group("m") / "m.json"]
     for path in (*places, planted.checkpoint(7, "m").with_suffix(".json")):
         assert read_json(path) is None
         assert list(NewLines(path).read(all_of_it=True)) == []
-        assert last_line(path, lambda line: line) is None
-        assert offset_of_last(path, 3) == offset_where(path, lambda line: line, bool) == 0
+        assert offset_of_last(path, 3) == 0
         for change in (append_line, overwrite_json):
             with pytest.raises(FileNotFoundError, match="is a link, or no plain file"):
                 change(path, {"changed": True})

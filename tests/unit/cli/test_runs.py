@@ -42,6 +42,9 @@ def test_ps_and_status(dnictl: Dnictl, record: Record) -> None:
     document = dnictl("status", "--json").json
     assert [module["module"] for module in document["modules"]] == ["bottom", "top"]
     assert "bottom" in dnictl("status", "small").out
+    page = dnictl("status", "--prometheus").out
+    assert 'dni_running{run="small-1",module="top"} ' in page
+    assert page.endswith("\n")
 
 
 def test_a_run_that_has_stalled(dnictl: Dnictl, record: Record) -> None:

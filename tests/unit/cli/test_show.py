@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dni_runtime.documents.metrics import EvaluationLine
+from dni_runtime.documents.metrics import Evaluation, EvaluationLine
 from dni_runtime.launch.figures import ModuleFigures, RunFigures
 from dnictl.show import Column, chain_line, documents, modules_table, quantity, table, waits
 
@@ -73,7 +73,8 @@ def test_the_chain_in_one_line(test: dict[str, float] | None, shown: str) -> Non
 def test_a_wide_row_fits_into_100_columns() -> None:
     busy = ModuleFigures(
         module="lower-half", state="stopping", attempt=1, step=1_234_567,
-        samples_per_s=123_456.0, loss=0.001234, head_accuracy=1.0,
+        samples_per_s=123_456.0, loss=0.001234,
+        evaluation=Evaluation.model_validate({"accuracy": 1}),
         synthesizer_cosine=-0.0123, lag=14.27, gradients_lost=0.1234,
         waiting={"gradient": 1.0},
     )  # fmt: skip
@@ -84,14 +85,25 @@ def test_a_wide_row_fits_into_100_columns() -> None:
         console.print(modules_table(figures))
     head, first, last = captured.get().splitlines()
     assert head.split() == [
-        "module", "state", "step", "samples/s", "loss", "accuracy", "cosine", "lag", "lost",
+        "module", "state", "step", "accuracy", "samples/s", "loss", "cosine", "lag", "lost",
         "waits",
     ]  # fmt: skip
     assert first.split()[2:] == [
-        *("1,234,567", "123,456", "0.00123", "100.00", "%", "-0.01", "14.3", "12.3", "%"),
+        *("1,234,567", "100.00", "%", "123,456", "0.00123", "-0.0123", "14.3", "12.3", "%"),
         *("gradient", "100", "%"),
     ]
     assert "…" not in first
     assert last.split() == [
-        "tail", "running", "3", "-", "-", "50.00", "%", "-", "-", "-", "-",
+        "tail", "running", "3", "50.00", "%", "-", "-", "-", "-", "-", "-",
     ]  # fmt: skip
+
+
+def test_counters_are_shown_if_there_is_something() -> None:
+    calm = ModuleFigures(module="a", state="running", attempt=1, missed=0)
+    restarted = ModuleFigures(module="b", state="running", attempt=2, restarts=1, replayed=1200)
+    console = Console(width=120, highlight=False)
+    with console.capture() as captured:
+        console.print(modules_table(run_figures(calm, restarted)))
+    head, first, last = captured.get().splitlines()
+    assert head.split()[-3:] == ["waits", "replayed", "restarts"]
+    assert (first.split()[-2:], last.split()[-2:]) == (["-", "-"], ["1,200", "1"])
