@@ -17,7 +17,7 @@ from dni_runtime.documents.state import ModuleState, RunState, process_birth
 from dni_runtime.errors import DivergedError, StoppedError, UsageError, WorkerError
 from dni_runtime.files import written_lately
 from dni_runtime.launch.local import Local
-from dni_runtime.launch.plan import SOCKETS_TARGET, LaunchPlan
+from dni_runtime.launch.plan import SOCKETS_TARGET, LaunchPlan, WorkerPlan
 from dni_runtime.launch.runtimes import worker_argv
 from dni_runtime.launch.settings import LaunchSettings, make_plan
 from dni_runtime.rundir import RunDir
@@ -61,6 +61,9 @@ class Mpi(Local):
         ranks = tuple(replace(rank, module=one.module, log=one.log) for one in plan.workers)
         return replace(plan, workers=ranks, scheduler="mpi")
 
+    def command(self, worker: WorkerPlan) -> Sequence[str]:
+        return worker_argv(replace(worker, module="", ipc="", attempt=1))
+
     def check(self, plan: LaunchPlan) -> None:
         """Refuse to start it: that is for ``mpirun``; the error shows the command."""
         raise UsageError(
@@ -74,7 +77,7 @@ class Mpi(Local):
 
 def mpirun_argv(plan: LaunchPlan) -> list[str]:
     """Return the command that starts all workers of a plan of :class:`Mpi`."""
-    return ["mpirun", "-n", str(len(plan.workers)), *worker_argv(plan.workers[0])]
+    return ["mpirun", "-n", str(len(plan.workers)), *Mpi().command(plan.workers[0])]
 
 
 def mpirun_command(plan: LaunchPlan) -> str:

@@ -17,6 +17,7 @@ from dni_runtime.files import read_json
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.rundir import RunDir
+from dni_runtime.worker.start import WorkerStart
 
 Backend = Literal["process", "apptainer"]
 
@@ -28,7 +29,7 @@ SOCKETS_TARGET = "/dni/ipc"
 AUTO = "auto"
 """``resume`` of a plan whose supervisor chooses the newest complete cut for all workers."""
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -43,21 +44,13 @@ class Need:
 
 
 @dataclass(frozen=True)
-class WorkerPlan:
-    """How one worker is started; paths are the host's."""
+class WorkerPlan(WorkerStart):
+    """What one worker is told, and how it is started; paths are the host's.
 
-    module: str
-    attempt: int  # number of this start of the module, from 1
-    run: str  # the directory
-    sockets: str  # folder, for ipc
-    log: str  # file for its output
-    resume: str = AUTO  # ``auto``, ``none`` or the stream position of a checkpoint
-    # its attempt when the whole chain was last started; None: no supervisor
-    first: int | None = None
-    log_level: str = "info"
-    data: str | None = None  # folder or file of the data or labels that it reads
-    transport: str | None = None  # of its link from upstream, if not the chain's
-    interface: str | None = None  # of that link, if not the chain's
+    ``first`` is None if it has no supervisor.
+    """
+
+    log: str = ""  # file for its output
     # extends that of the starting process
     environment: dict[str, str] = field(default_factory=dict)
     backend: Backend = "process"
@@ -72,8 +65,6 @@ class WorkerPlan:
     need: Need | None = None  # its resources there
     scratch: str = ""  # folder for temporary files there, or empty
     scheduler_args: tuple[str, ...] = ()  # further ones of the scheduler's command
-    by_rank: bool = False  # it finds its module by its rank (``worker/rank.py``)
-    replicas: dict[str, int] = field(default_factory=dict)  # of elastic modules, in this start
 
     def moved(self, node: str, *, gained: bool = False) -> WorkerPlan:
         """Return the plan of the worker on another node, where it listens on tcp.

@@ -21,7 +21,7 @@ from dni_runtime.launch import child
 from dni_runtime.launch.child import kill_session
 from dni_runtime.launch.forked import ForkedProcess, ForkServer
 from dni_runtime.launch.plan import WorkerPlan
-from dni_runtime.launch.runtimes import worker_arguments, worker_argv
+from dni_runtime.launch.runtimes import worker_argv
 
 Mode = Literal["exec", "watch", "send"]
 
@@ -179,7 +179,7 @@ class LocalStarter:
         if key not in self._servers:
             environ = {**self._environ, **worker.environment}
             self._servers[key] = ForkServer(worker.python, environ, worker.run, tied=self._tied)
-        return self._servers[key].start(worker_arguments(worker), log)
+        return self._servers[key].start(worker.argv(), log)
 
     def _execute(self, worker: WorkerPlan, log: int) -> LocalProcess:
         container_here = worker.image is not None and worker.node is None

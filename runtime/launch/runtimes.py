@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dni_runtime.image.apptainer import run_argv
@@ -34,33 +34,28 @@ def worker_argv(worker: WorkerPlan) -> list[str]:
 
 def on_node(worker: WorkerPlan) -> list[str]:
     """Return the command that creates a worker's folders on its host and becomes the worker."""
-    folders = [worker.sockets, worker.scratch]
+    folders = [worker.ipc, worker.scratch]
     return ["/bin/sh", "-c", _MAKE_FOLDERS, "dni-step", *folders, *worker_argv(worker)]
 
 
 def process_argv(worker: WorkerPlan) -> list[str]:
     """Return the command of a worker as a plain process."""
     # -P: do not import torch from the current folder.
-    return [worker.python, "-P", "-m", "dni_runtime.worker", *worker_arguments(worker)]
-
-
-def worker_arguments(worker: WorkerPlan) -> list[str]:
-    """Return the arguments of a worker as a plain process."""
-    return _arguments(worker, worker.run, worker.sockets, worker.data)
+    return [worker.python, "-P", "-m", "dni_runtime.worker", *worker.argv()]
 
 
 def apptainer_argv(worker: WorkerPlan) -> list[str]:
     """Return the command of a worker in a container of Apptainer."""
     assert worker.tool is not None
     assert worker.image is not None
-    data = worker.data
-    if data is not None:
+    inside = replace(worker, run=RUN_TARGET, ipc=SOCKETS_TARGET if worker.ipc else "")
+    if worker.data is not None:
         (folder,) = (m.source for m in worker.mounts if m.target == str(DATA_TARGET))
-        data = str(DATA_TARGET / Path(data).relative_to(folder))
+        inside = replace(inside, data=str(DATA_TARGET / Path(worker.data).relative_to(folder)))
     return run_argv(
         worker.tool,
         worker.image,
-        _arguments(worker, RUN_TARGET, SOCKETS_TARGET, data),
+        inside.argv(),
         mounts=worker.mounts,
         nv=worker.gpu == "cuda",
         rocm=worker.gpu == "rocm",
@@ -72,19 +67,3 @@ RUNTIMES: Mapping[Backend, Callable[[WorkerPlan], Sequence[str]]] = {
     "process": process_argv,
     "apptainer": apptainer_argv,
 }
-
-
-def _arguments(worker: WorkerPlan, run: str, sockets: str, data: str | None) -> list[str]:
-    """Return the worker's own arguments; the paths are as the worker sees them."""
-    own = ["--module", worker.module, "--ipc", sockets, "--attempt", str(worker.attempt)]
-    return [
-        *("--run", run),
-        *(["--by-rank"] if worker.by_rank else own),
-        *(("--first", str(worker.first)) if worker.first is not None else ()),
-        *("--resume", worker.resume),
-        *(("--replicas", json.dumps(worker.replicas)) if worker.replicas else ()),
-        *("--log-level", worker.log_level),
-        *(("--transport", worker.transport) if worker.transport else ()),
-        *(("--interface", worker.interface) if worker.interface else ()),
-        *(("--data", data) if data is not None else ()),
-    ]

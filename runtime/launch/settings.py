@@ -120,7 +120,7 @@ def _worker_plan(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> Wo
         module=worker.module,
         attempt=settings.attempt,
         run=str(settings.run),
-        sockets=str(settings.sockets),
+        ipc=str(settings.sockets),
         log=str(run.log(worker.module, settings.attempt)),
         resume=settings.resume,
         first=settings.attempt if settings.supervised else None,

@@ -36,25 +36,26 @@ from dni_runtime.worker.join import Join
 from dni_runtime.worker.labels import Labels
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
-from dni_runtime.worker.options import Options, load_spec
+from dni_runtime.worker.options import load_spec
 from dni_runtime.worker.pushes import Pushes
 from dni_runtime.worker.rank import heeding_stop, start_of, wait_for_others
 from dni_runtime.worker.resume import AUTO, Start, begin, forget_later
 from dni_runtime.worker.server import ModuleServer, Outcome
 from dni_runtime.worker.signals import StopRequest
+from dni_runtime.worker.start import WorkerStart
 from dni_runtime.worker.stream import Stream
 from dni_runtime.worker.version import replaced
 
 log = logging.getLogger(__name__)
 
 
-def serve(options: Options, stop: StopRequest, began: float) -> None:
+def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
     """Serve one module until the chain has finished; a stop ends in ``StoppedError``.
 
     ``began`` is the Unix time of the program's start.
     """
     spec = load_spec(options)
-    run = RunDir(options.run)
+    run = RunDir(Path(options.run))
     run.create()
     metrics = MetricsWriter(run, spec, options.attempt, began=began)
     metrics.set_state("starting")
@@ -93,7 +94,7 @@ def selftest(spec: WorkerSpec) -> None:
 
 
 def _serve(
-    options: Options,
+    options: WorkerStart,
     spec: WorkerSpec,
     run: RunDir,
     metrics: MetricsWriter,
@@ -138,7 +139,7 @@ def _serve(
     input: Join | None = None
     output: Fanout | None = None
     exchange: Exchange | None = None
-    name = options.run.name if record is None else record.name
+    name = run.root.name if record is None else record.name
     again = start.again
     to_peer = partial(
         OutputLink,
@@ -274,13 +275,13 @@ def _serve(
         for link in (output, input, exchange):
             if link is not None:
                 link.close()
-        if options.first is None and options.ipc is not None:  # manual start: nobody else does it
+        if options.first is None and options.ipc:  # manual start: nobody else does it
             with contextlib.suppress(OSError):
-                options.ipc.rmdir()
+                Path(options.ipc).rmdir()
 
 
 def _listen(
-    links: Mapping[InputLink, EdgeSpec], options: Options, spec: WorkerSpec
+    links: Mapping[InputLink, EdgeSpec], options: WorkerStart, spec: WorkerSpec
 ) -> dict[str, str]:
     """Bind all links that others open; return their addresses, by the others' names."""
     if options.listen is not None and len(links) > 1:
@@ -288,7 +289,7 @@ def _listen(
             f"module {spec.module!r} has {len(links)} inputs, and '--listen' one address",
             hint="use --transport, --interface and 'links.port'",
         )
-    folder = options.ipc or socket_folder(options.run)
+    folder = Path(options.ipc) if options.ipc else socket_folder(Path(options.run))
     addresses: dict[str, str] = {}
     for link, edge in links.items():
         first = not addresses
@@ -313,7 +314,7 @@ def _left_behind(spec: WorkerSpec, start: Start) -> Outcome:
     )
 
 
-def _links(options: Options, spec: WorkerSpec) -> LinksSpec:
+def _links(options: WorkerStart, spec: WorkerSpec) -> LinksSpec:
     """The chain's links, with the command line's settings for the one from upstream."""
     given = {"transport": options.transport, "interface": options.interface}
     return spec.links.model_copy(update={k: v for k, v in given.items() if v is not None})

@@ -1,13 +1,11 @@
-"""What a worker is told: its command line, its rank, and the spec of its module."""
+"""What follows from a worker's command line: its rank, and the spec of its module."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from pydantic import ValidationError
 
@@ -19,64 +17,42 @@ from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.named import module_of, worker_name
 from dni_runtime.spec.replicas import with_replicas
 from dni_runtime.worker.rank import worker_of_rank
+from dni_runtime.worker.start import IMAGE_SPEC, WorkerStart
 
 
-@dataclass(frozen=True)
-class Options:
-    """The worker's command line; see ``python -m dni_runtime.worker --help``."""
-
-    run: Path
-    module: str | None = None
-    by_rank: bool = False
-    spec: Path | None = None
-    image_spec: Path | None = None
-    ipc: Path | None = None
-    data: str | None = None
-    listen: str | None = None
-    connect: str | None = None
-    transport: Literal["ipc", "tcp"] | None = None
-    interface: str | None = None
-    attempt: int = 1
-    first: int | None = None
-    start: int | None = None
-    resume: str = "auto"
-    replicas: str | None = None
-
-
-def by_rank(options: Options, environ: Mapping[str, str]) -> Options:
-    """Complete the options of a process that ``mpirun`` or ``srun`` has started.
+def by_rank(start: WorkerStart, environ: Mapping[str, str]) -> WorkerStart:
+    """Complete the start of a process that ``mpirun`` or ``srun`` has started.
 
     Each start is another attempt. Sockets of ranks on one host lie in one folder, whose name
     follows from the run: in containers all run directories have the same path.
     """
-    run = RunDir(options.run)
+    run = RunDir(Path(start.run))
     record = RunRecord.load(run.record)
     if record is None:
         raise DataError(
-            f"--by-rank: {str(options.run)!r} holds no run: it has no run.json",
+            f"--by-rank: {start.run!r} holds no run: it has no run.json",
             hint="make a run directory with 'dnictl mpi', and mount it there, or name it with "
             "--run; all hosts must see it",
         )
     module = worker_of_rank(environ, record.modules)
     name = hash_name(f"{os.getuid()}:{record.host}:{record.name}:{record.created}")
     return replace(
-        options,
+        start,
         module=module,
         attempt=Report.read(run.worker(module)).attempt + 1,
-        ipc=options.ipc or socket_folder(run.root, Path("/tmp") / f"dni-{name}"),
+        ipc=start.ipc or str(socket_folder(run.root, Path("/tmp") / f"dni-{name}")),
     )
 
 
-def load_spec(options: Options) -> WorkerSpec:
+def load_spec(start: WorkerStart, image: Path = IMAGE_SPEC) -> WorkerSpec:
     """Read the module's spec: the image's own, checked against the run's if there is one."""
-    image = options.image_spec
-    if options.spec is not None:
-        return _at_present(_read_spec(options.spec), options)
-    own = _read_spec(image) if image is not None and image.is_file() else None
-    module = options.module or (own.module if own is not None else None)
+    if start.spec is not None:
+        return _at_present(_read_spec(Path(start.spec)), start)
+    own = _read_spec(image) if image.is_file() else None
+    module = start.module or (own.module if own is not None else None)
     if module is None:
         raise UsageError("no module is named", hint="name one with --module")
-    path = RunDir(options.run).spec(module)
+    path = RunDir(Path(start.run)).spec(module)
     if not path.is_file():
         if own is None:
             raise UsageError(
@@ -87,24 +63,22 @@ def load_spec(options: Options) -> WorkerSpec:
     else:
         wanted = _read_spec(path)
     if own is not None:
-        _check_image(own, wanted, options)
-    return _at_present(wanted, options)
+        _check_image(own, wanted, start)
+    return _at_present(wanted, start)
 
 
-def _at_present(spec: WorkerSpec, options: Options) -> WorkerSpec:
+def _at_present(spec: WorkerSpec, start: WorkerStart) -> WorkerSpec:
     """Return the spec with as many replicas of each module as there are in this start."""
-    return with_replicas(
-        spec, spec.elastic if options.replicas is None else json.loads(options.replicas)
-    )
+    return with_replicas(spec, start.replicas or spec.elastic)
 
 
-def _check_image(own: WorkerSpec, wanted: WorkerSpec, options: Options) -> None:
+def _check_image(own: WorkerSpec, wanted: WorkerSpec, start: WorkerStart) -> None:
     """Refuse an image of another chain; by rank it may be another module's of the same chain.
 
     All images of a chain have the same packages and sources.
     """
-    if options.by_rank and module_of(wanted.module) != own.module:
-        run = RunDir(options.run)
+    if start.by_rank and module_of(wanted.module) != own.module:
+        run = RunDir(Path(start.run))
         of_image = (run.spec(own.module), run.spec(worker_name(own.module, 1, 2)))
         path = next((path for path in of_image if path.is_file()), None)
         if path is None:

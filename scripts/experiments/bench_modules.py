@@ -62,11 +62,11 @@ from dni_runtime.rundir import FOLDERS
 from dni_runtime.spec import ChainSpec
 from dni_runtime.worker import main as worker
 from dni_runtime.worker import metrics
-from dni_runtime.worker.__main__ import parser as worker_parser
 from dni_runtime.worker.ledger import Counts
 from dni_runtime.worker.metrics import MetricsWriter
-from dni_runtime.worker.options import Options
 from dni_runtime.worker.signals import StopRequest
+from dni_runtime.worker.start import WorkerStart
+from dni_runtime.worker.start import parser as worker_parser
 
 PERIODIC = (
     "workers",
@@ -285,10 +285,10 @@ def serve_pool(pipe: Connection, run: Path) -> None:
 
     def serve(module: str, arguments: Sequence[str]) -> None:
         given: dict[str, Any] = vars(worker_parser().parse_args(arguments))
-        del given["log_level"], given["selftest"]
+        del given["selftest"]
         code = 0
         try:
-            worker.serve(Options(**given), StopRequest(), time.time())
+            worker.serve(WorkerStart(**given), StopRequest(), time.time())
         except DniError as error:
             code = error.exit_code
             logging.error("%s: %s", module, error)

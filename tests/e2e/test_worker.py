@@ -250,7 +250,8 @@ def test_hostile_messages_are_refused_and_training_goes_on(make: Callable[..., C
 
 def test_image_of_another_spec_is_refused(tmp_path: Path) -> None:
     from dni_runtime.errors import ImageError
-    from dni_runtime.worker.options import Options, load_spec
+    from dni_runtime.worker.options import load_spec
+    from dni_runtime.worker.start import WorkerStart
 
     ours, theirs = workers_of(chain_spec()), workers_of(chain_spec("local"))
     run = RunDir(tmp_path)
@@ -258,7 +259,7 @@ def test_image_of_another_spec_is_refused(tmp_path: Path) -> None:
     write_atomic(run.spec("a"), ours[0].to_json())
     image = tmp_path / "module.json"
     image.write_text(ours[0].to_json())
-    assert load_spec(Options(run=tmp_path, image_spec=image)) == ours[0]
+    assert load_spec(WorkerStart(str(tmp_path)), image) == ours[0]
     image.write_text(theirs[0].to_json())
     with pytest.raises(ImageError, match="dnictl build"):
-        load_spec(Options(run=tmp_path, image_spec=image))
+        load_spec(WorkerStart(str(tmp_path)), image)

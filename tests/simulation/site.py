@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
@@ -56,8 +55,8 @@ from dni_runtime.worker import (
     signals,
 )
 from dni_runtime.worker.ledger import Counts
-from dni_runtime.worker.options import Options
 from dni_runtime.worker.signals import StopRequest
+from dni_runtime.worker.start import WorkerStart
 from tests.lines import read_lines
 from tests.simulation.disk import Disk
 from tests.simulation.network import Context, Network, Poller
@@ -682,19 +681,19 @@ class Site:
             for one in self.names:
                 if one == name or not self._is_present(one):
                     self._begin_at(one, int(worker.resume))
-        options = Options(
-            run=self.root,
+        start = WorkerStart(
+            run=str(self.root),
             module=name,
-            ipc=self.root,
+            ipc=str(self.root),
             attempt=attempt,
             first=worker.first,
             resume=worker.resume,
-            replicas=json.dumps(worker.replicas),
+            replicas=worker.replicas,
         )
 
         def body() -> None:
             try:
-                main.serve(options, stop, began=time.time())
+                main.serve(start, stop, began=time.time())
                 code = 0
             except Killed:
                 raise

@@ -261,10 +261,10 @@ class Supervision:
         attempt, sockets = self._attempt, Path(f"{self._run.root}/sockets")
         workers = tuple(
             WorkerPlan(
-                spec.module,
-                attempt,
                 run=str(self._run.root),
-                sockets=str(sockets),
+                module=spec.module,
+                attempt=attempt,
+                ipc=str(sockets),
                 log=str(self._run.log(spec.module, attempt)),
                 first=attempt,
                 node=self.hosts.of(spec.module),

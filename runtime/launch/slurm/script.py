@@ -107,7 +107,7 @@ def _name(directive: str) -> str:
 def step_outline(need: Need, request: JobRequest) -> str:
     """Return a step's command for display, without the worker's command."""
     options = step_args(need, profile=request.profile, any_gpus=bool(request.largest("gpus")))
-    worker = WorkerPlan(need.module, 1, run="", sockets="", log="", node="NODE", need=need)
+    worker = WorkerPlan(module=need.module, node="NODE", need=need)
     return shlex.join([*srun_argv(replace(worker, scheduler_args=options)), "WORKER"])
 
 

@@ -42,7 +42,7 @@ def test_all_ranks_have_one_command(
     plan = plan_of(chain, workers, tmp_path)
     assert mpirun_argv(plan) == [
         *("mpirun", "-n", "3", "python3", "-P", "-m", "dni_runtime.worker"),
-        *("--run", str(tmp_path), "--by-rank", "--resume", "auto", "--log-level", "info"),
+        *("--run", str(tmp_path), "--by-rank"),
     ]
     assert mpirun_command(plan) == shlex.join(mpirun_argv(plan))
     assert [worker.module for worker in plan.workers] == ["bottom", "middle", "top"]
@@ -110,8 +110,7 @@ def test_containers_get_what_any_of_them_needs(
     ]
     image = argv.index(str(tmp_path / "bottom.sif"))
     assert argv[image + 1 :] == [
-        *("--run", "/dni/run", "--by-rank", "--resume", "auto", "--log-level", "info"),
-        *("--data", "/dni/data/x.npz"),
+        *("--run", "/dni/run", "--by-rank", "--data", "/dni/data/x.npz"),
     ]
 
 

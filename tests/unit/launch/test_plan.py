@@ -41,7 +41,6 @@ def test_processes(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
         *("--ipc", "/run/user/1/dni-0"),
         *("--attempt", "3", "--first", "3"),
         *("--resume", "120"),
-        *("--log-level", "info"),
     ]
     start = ["/usr/bin/python3", "-P", "-m", "dni_runtime.worker", "--run", "/runs/a b"]
     assert [worker_argv(worker) for worker in plan.workers] == [
@@ -102,7 +101,7 @@ def test_containers(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
     def arguments(module: str) -> list[str]:
         return [
             *("--run", "/dni/run", "--module", module, "--ipc", "/dni/ipc"),
-            *("--attempt", "1", "--first", "1", "--resume", "auto", "--log-level", "info"),
+            *("--first", "1"),
         ]
 
     assert [worker_argv(worker) for worker in plan.workers] == [
@@ -210,7 +209,7 @@ def test_json_round_trip(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> N
 
 def test_not_a_plan() -> None:
     with pytest.raises(DataError, match="not a launch plan: run: Field required"):
-        LaunchPlan.from_json({"format": 2})
+        LaunchPlan.from_json({"format": 3})
     with pytest.raises(DataError, match="not a launch plan of this version") as caught:
         LaunchPlan.from_json({"workers": [{"argv": []}]})
     assert "dnictl resume" in str(caught.value.hint)
@@ -228,8 +227,9 @@ def test_the_next_start_of_a_worker(
     worker = plan_of(chain, workers, **where).workers[1]
     again = worker.again(4)
     assert again == replace(worker, attempt=4, log=f"{RUN}/logs/middle.4.log")
-    argv = zip(worker_argv(worker), worker_argv(again), strict=True)
-    assert {a: b for a, b in argv if a != b} == {"1": "4"}
+    words = iter(worker_argv(again))
+    assert all(word in words for word in worker_argv(worker))
+    assert {*worker_argv(again)} - {*worker_argv(worker)} == {"--attempt", "4"}
     together = again.again(5, resume="78")
     assert (together.resume, together.first) == ("78", 5)
 

@@ -43,7 +43,7 @@ def plan(tmp_path: Path, code: str, kind: str = "process", **environment: str) -
     python.write_text(FORKS_CODE if kind == "fork" else f"#!{sys.executable} -IS\n{code}")
     python.chmod(0o700)
     return WorkerPlan(
-        "m", 1, "", "", log, environment=environment | {"CODE": code}, python=str(python),
+        "", "m", log=log, environment=environment | {"CODE": code}, python=str(python),
         image=kind if kind == "m.sif" else None,
     )  # fmt: skip
 
@@ -178,7 +178,7 @@ def processes() -> str:
 
 def test_a_fork_shows_its_own_command(tmp_path: Path) -> None:
     process = LocalStarter().start(plan(tmp_path, "import time; time.sleep(60)", "fork"))
-    eventually("it has its name", lambda: "dni-worker --run  --module m --ipc" in processes())
+    eventually("it has its name", lambda: "dni-worker --run  --module m" in processes())
     process.kill()
     assert finish(process) == -signal.SIGKILL
 
@@ -276,7 +276,7 @@ def test_the_wrapper_reports_what_cannot_be_run(tmp_path: Path, mode: str) -> No
 
 
 def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
-    worker = WorkerPlan("m", 1, "", "", str(tmp_path / "no" / "m.log"))
+    worker = WorkerPlan("", "m", log=str(tmp_path / "no" / "m.log"))
     with pytest.raises(UnavailableError, match="module 'm' cannot be started"):
         LocalStarter().start(worker)
 

@@ -17,8 +17,9 @@ from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.spec.replicas import with_replicas, workers_of
 from dni_runtime.worker import checkpoint, resume
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
-from dni_runtime.worker.options import Options, load_spec
+from dni_runtime.worker.options import load_spec
 from dni_runtime.worker.resume import Start, begin, document
+from dni_runtime.worker.start import WorkerStart
 from dni_runtime.worker.stream import Position
 from tests.specs import float32, int64, specs_of
 
@@ -287,14 +288,14 @@ def test_a_ledger_of_an_earlier_start_says_nothing_of_this_one(
     assert (found.start.again, found.counts.step, found.weight) == (False, 0, 10.0)
 
 
-@pytest.mark.parametrize(("given", "count"), [(None, 2), ('{"a": 1, "b": 3}', 3)])
+@pytest.mark.parametrize(("given", "count"), [({}, 2), ({"a": 1, "b": 3}, 3)])
 def test_a_worker_is_told_how_many_replicas_there_are(
-    run: RunDir, given: str | None, count: int
+    run: RunDir, given: dict[str, int], count: int
 ) -> None:
     """By default, as many as the chain begins with; its record has all that there may be."""
     workers = workers_of(specs_of(CHAIN, INFO))
     run.spec("b.1").write_text(workers[2].to_json())
-    found = load_spec(Options(run=run.root, module="b.1", replicas=given))
+    found = load_spec(WorkerStart(str(run.root), "b.1", replicas=given))
     assert (workers[2].replicas, found.replicas) == (3, count)
     assert found == replicas("b", count)[0].model_copy(update={"sources": found.sources})
     assert [link.source for link in found.links_in] == ["a.1"]

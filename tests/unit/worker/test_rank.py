@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from dni_runtime.files import write_atomic, write_json
 from dni_runtime.rundir import RunDir
 from dni_runtime.worker import rank
 from dni_runtime.worker.background import repeating
-from dni_runtime.worker.options import Options, by_rank, load_spec
+from dni_runtime.worker.options import by_rank, load_spec
 from dni_runtime.worker.rank import wait_for_others, worker_of_rank
 from dni_runtime.worker.signals import StopRequest
+from dni_runtime.worker.start import WorkerStart
 from tests.conftest import eventually
 from tests.unit.worker.test_resume import workers as specs_of
 
@@ -85,35 +87,35 @@ RANK_1 = {"PMI_RANK": "1", "PMI_SIZE": "3"}
 
 
 def test_each_start_is_another_attempt(run: RunDir) -> None:
-    options = by_rank(Options(run=run.root, by_rank=True), RANK_1)
-    assert (options.module, options.attempt) == ("b", 1)
-    assert options.ipc is not None
+    start = by_rank(WorkerStart(str(run.root), by_rank=True), RANK_1)
+    assert (start.module, start.attempt) == ("b", 1)
+    assert start.ipc
     Report(module="b", attempt=4).write(run.worker("b"))
-    again = by_rank(Options(run=run.root, by_rank=True), RANK_1)
-    assert (again.attempt, again.ipc) == (5, options.ipc)
-    options.ipc.rmdir()
+    again = by_rank(WorkerStart(str(run.root), by_rank=True), RANK_1)
+    assert (again.attempt, again.ipc) == (5, start.ipc)
+    Path(start.ipc).rmdir()
 
 
 def test_ranks_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no run.*\n.*dnictl mpi"):
-        by_rank(Options(run=tmp_path, by_rank=True), RANK_1)
+        by_rank(WorkerStart(str(tmp_path), by_rank=True), RANK_1)
 
 
 def test_an_image_serves_any_module_of_its_chain(run: RunDir, tmp_path: Path) -> None:
     a, b, _ = specs_of()
     image = tmp_path / "module.json"
     image.write_text(a.to_json())
-    options = Options(run=run.root, module="b", image_spec=image)
+    start = WorkerStart(str(run.root), module="b")
     with pytest.raises(ImageError):
-        load_spec(options)  # without --by-rank it serves its own module alone
-    options = Options(run=run.root, module="b", by_rank=True, image_spec=image)
-    assert load_spec(options) == b
+        load_spec(start, image)  # without --by-rank it serves its own module alone
+    start = replace(start, by_rank=True)
+    assert load_spec(start, image) == b
     image.write_text(a.model_copy(update={"seed": 9}).to_json())
     with pytest.raises(ImageError, match="of another spec of module 'a'"):
-        load_spec(options)
+        load_spec(start, image)
     image.write_text(a.model_copy(update={"module": "x"}).to_json())
     with pytest.raises(ImageError, match="module 'x', which the run's chain lacks"):
-        load_spec(options)
+        load_spec(start, image)
 
 
 def test_a_request_to_stop_is_heeded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

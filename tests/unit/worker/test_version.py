@@ -14,8 +14,8 @@ from dni_runtime.files import read_json, write_atomic
 from dni_runtime.rundir import RunDir
 from dni_runtime.wire import PROTOCOL_VERSION
 from dni_runtime.worker.main import serve
-from dni_runtime.worker.options import Options
 from dni_runtime.worker.signals import StopRequest
+from dni_runtime.worker.start import WorkerStart
 from dni_runtime.worker.version import STARTED_WITH, replaced, this_version
 from tests.unit.worker.test_resume import workers
 
@@ -46,9 +46,9 @@ def test_a_worker_says_so_before_it_takes_its_place(
     run.create()
     write_atomic(run.spec(spec.module), spec.to_json())
     monkeypatch.setenv(STARTED_WITH, "0.0.9 1")
-    options = Options(tmp_path, spec.module, attempt=2, resume="own")
+    start = WorkerStart(str(tmp_path), spec.module, attempt=2, resume="own")
     with closing(StopRequest()) as stop, pytest.raises(HandshakeError):
-        serve(options, stop, time.time())
+        serve(start, stop, time.time())
     report = read_json(run.worker(spec.module))
     assert report is not None
     assert report["state"] == "failed"

@@ -81,7 +81,7 @@ def test_a_profile_adds_and_suppresses() -> None:
 
 def step(need: Need, **fields: Any) -> WorkerPlan:
     """The plan of a module's worker in the job."""
-    worker = WorkerPlan(need.module, 1, "/run", "/tmp/s", "/log", node="n1", need=need)
+    worker = WorkerPlan("/run", need.module, ipc="/tmp/s", log="/log", node="n1", need=need)
     return replace(worker, **fields)
 
 
@@ -108,7 +108,7 @@ def test_gpus_in_the_sites_style(style: str, job: str, of_step: str) -> None:
 
 
 def test_a_step_takes_its_share_and_no_more() -> None:
-    worker = step(REQUEST.needs[0], node="n2", sockets="/tmp/dni-1", scratch="/scratch/1")
+    worker = step(REQUEST.needs[0], node="n2", ipc="/tmp/dni-1", scratch="/scratch/1")
     argv = step_argv(worker)
     assert argv[0] == "srun"
     shell = argv.index("/bin/sh")
@@ -131,7 +131,7 @@ def test_the_steps_shell_makes_private_folders(
 ) -> None:
     def shell(sockets: Path, scratch: str = "") -> subprocess.CompletedProcess[str]:
         worker = step(
-            REQUEST.needs[0], sockets=str(sockets), scratch=scratch, python="echo", data="a  b"
+            REQUEST.needs[0], ipc=str(sockets), scratch=scratch, python="echo", data="a  b"
         )
         return subprocess.run(on_node(worker), capture_output=True, text=True)
 

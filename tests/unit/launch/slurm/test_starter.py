@@ -64,7 +64,7 @@ def workers(bin: Path, starter: SlurmStarter, tmp_path: Path) -> Iterator[dict[s
     found: dict[str, Process] = {}
     for name in ("bottom", "middle", "top"):
         log = str(tmp_path / f"{name}.log")
-        worker = WorkerPlan(name, 1, "", "", log, node="n1", need=Need(name))
+        worker = WorkerPlan("", name, log=log, node="n1", need=Need(name))
         found[name] = starter.start(worker)
     notes = tmp_path / "asked"
 

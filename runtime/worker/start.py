@@ -1,0 +1,117 @@
+"""What a worker is told when it starts: its command line, as data.
+
+Each field of :class:`WorkerStart` is an option of ``python -m dni_runtime.worker``. The parser and
+the commands of planned workers (``launch/runtimes.py``) follow from the fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dni_runtime import __version__
+
+IMAGE_SPEC = Path("/opt/dni/module.json")
+
+EPILOG = """\
+In an image the module's spec is the image's own, and everything else has a default: two modules are
+wired by giving both the same --run folder. Without a shared folder, give one a --listen address and
+the other the same as --connect. Exit codes: 0 finished, 75 stopped after a checkpoint (start it
+again to go on), others as in sysexits(3).
+"""
+
+
+def _option(
+    help: str,
+    default: Any = None,
+    *,
+    type: Callable[[str], Any] = str,
+    choices: Sequence[str] | None = None,
+) -> Any:
+    """Return a field that is an option, with what ``add_argument`` needs."""
+    metadata = {"help": help, "type": type, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _where_to_resume(text: str) -> str:
+    if text not in ("auto", "own", "none") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, own, none or a number")
+    return text
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """One start of one worker; paths are as the worker sees them."""
+
+    run: str = _option("run directory (%(default)s)", ".")
+    module: str = _option("which module (default: the image's)", "")
+    by_rank: bool = _option("the worker of this process's rank: mpirun, srun", False)
+    spec: str | None = _option("the module's spec (default: image's, else run's)")
+    ipc: str = _option("folder for ipc sockets", "")
+    attempt: int = _option("which start of the module this is", 1, type=int)
+    first: int | None = _option("the attempt that --resume is meant for (this one)", type=int)
+    start: int | None = _option(
+        "with --by-rank: which start of the whole chain this is, the same for all ranks and each "
+        "time a higher number, such as $(date +%%s)",
+        type=int,
+    )
+    resume: str = _option(
+        "auto, own, none, or a checkpoint's number", "auto", type=_where_to_resume
+    )
+    replicas: dict[str, int] = dataclasses.field(
+        default_factory=dict,
+        metadata={
+            "help": "JSON: replicas in this start, of each elastic module",
+            "type": json.loads,
+        },
+    )
+    log_level: str = _option(
+        "how much to log (%(default)s)", "info", choices=("debug", "info", "warning", "error")
+    )
+    transport: str | None = _option("of the link from upstream", choices=("ipc", "tcp"))
+    interface: str | None = _option("for tcp: interface, address or network to listen on")
+    listen: str | None = _option("address to listen on: ipc://PATH or tcp://IP:PORT")
+    connect: str | None = _option("address of the module downstream")
+    data: str | None = _option("folder or file of the data or labels that the module reads")
+
+    def argv(self) -> list[str]:
+        """Return the arguments of a worker that is to start so."""
+        words = list[str]()
+        for field in dataclasses.fields(WorkerStart):
+            value, name = getattr(self, field.name), _name_of(field)
+            if value in (field.default, {}):
+                continue
+            if isinstance(value, bool):
+                words.append(name)
+            else:
+                words += [name, json.dumps(value) if isinstance(value, dict) else str(value)]
+        return words
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the worker's command line."""
+    p = argparse.ArgumentParser(
+        prog="dni-worker", description="Serves one module of a chain.", epilog=EPILOG
+    )
+    which = p.add_mutually_exclusive_group()
+    for field in dataclasses.fields(WorkerStart):
+        to = which if field.name in ("module", "by_rank") else p
+        if field.default is False:
+            to.add_argument(_name_of(field), action="store_true", help=field.metadata["help"])
+        else:
+            to.add_argument(_name_of(field), default=field.default, **field.metadata)
+    p.set_defaults(replicas={})
+    if IMAGE_SPEC.is_file():
+        p.set_defaults(run="/dni/run")
+    p.add_argument("--selftest", action="store_true", help="train on two batches of zeros and exit")
+    p.add_argument("--version", action="version", version=f"dni-runtime {__version__}")
+    return p
+
+
+def _name_of(field: dataclasses.Field[Any]) -> str:
+    return "--" + field.name.replace("_", "-")
