@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import UnavailableError, UsageError
-from dnictl.options import chain_argument, data_option, json_option, print_json, site_for, tell
+from dnictl.options import (
+    chain_argument,
+    data_option,
+    json_option,
+    planned_run,
+    print_json,
+    tell,
+)
 from dnictl.show import Column, decimals, percent, print_table, quantity, thousands
 
 if TYPE_CHECKING:
@@ -250,24 +257,22 @@ def _train(
     quiet: bool,
 ) -> Trial:
     from dni_runtime.launch.compare import read_trial
-    from dni_runtime.launch.planning import plan_here
     from dni_runtime.launch.records import create_run
     from dni_runtime.launch.reference import REFERENCE, run_reference
     from dni_runtime.launch.run import Run
-    from dni_runtime.launch.start import Launch
+    from dni_runtime.launch.settings import StartSettings
     from dnictl.progress import progress
 
     root = (folder / f"{re.sub('[^A-Za-z0-9.-]', '_', method)}-{seed}").absolute()
-    backend = "process" if method != REFERENCE else REFERENCE
-    directory = create_run(root, prepared, backend=backend)
-    run = Run.open(root)
     if method == REFERENCE:
+        create_run(root, prepared, backend=REFERENCE)
+        run = Run.open(root)
         run_reference(run.record, threads)
         return read_trial(run.record, method, seed, metric)
-    site = site_for(prepared, "process", Path("images"))
-    plan = plan_here(root, prepared.chain, prepared.workers, site, data=prepared.data)
+    launch = planned_run(prepared, StartSettings(root, "process")).launch()
+    run = Run.open(root)
     with progress(run, quiet=quiet or not sys.stderr.isatty()) as show:
-        state = Launch.of(directory, plan).supervise(show)
+        state = launch.supervise(show)
     error = run.failure(state)
     if error is not None:
         raise error

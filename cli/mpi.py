@@ -15,10 +15,10 @@ from dnictl.options import (
     images_option,
     json_option,
     level_option,
+    planned_run,
     print_json,
     run_dir_option,
     runs_option,
-    site_for,
 )
 
 
@@ -52,25 +52,15 @@ def mpi(
     """
     from dni_runtime.files import write_json
     from dni_runtime.launch.mpi import mpirun_argv, mpirun_command
-    from dni_runtime.launch.planning import plan_here
-    from dni_runtime.launch.records import create_run, new_run_id
+    from dni_runtime.launch.records import run_root
+    from dni_runtime.launch.settings import StartSettings
 
     prepared = chosen_chain(chain, data=data)
-    root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()
-    site = site_for(prepared, backend, images, elsewhere=True)
-    plan = plan_here(
-        root,
-        prepared.chain,
-        prepared.workers,
-        site,
-        data=prepared.data,
-        log_level=log_level,
-        scheduler="mpi",
-    )
-    run = create_run(
-        root, prepared, backend=site.backend, images=site.images, scheduler=plan.scheduler
-    )
-    write_json(run.plan, plan.to_json())
+    root = run_root(prepared.chain.name, run_dir, runs)
+    settings = StartSettings(root, backend, images, scheduler="mpi", log_level=log_level)
+    planned = planned_run(prepared, settings)
+    plan = planned.plan
+    write_json(planned.create().plan, plan.to_json())
     argv, command = mpirun_argv(plan), mpirun_command(plan)
     if as_json:
         workers = [worker.module for worker in plan.workers]

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 if TYPE_CHECKING:
-    from dni_runtime.launch.host import Site
+    from dni_runtime.launch.planning import PlannedRun
     from dni_runtime.launch.prepare import Prepared
     from dni_runtime.launch.run import Run
+    from dni_runtime.launch.settings import Site, StartSettings
 
 
 Wanted = Literal["auto", "process", "apptainer"]
@@ -149,29 +150,24 @@ def print_json(document: Any) -> None:
     click.echo(json.dumps(document, indent=2, ensure_ascii=False))
 
 
-def site_for(
-    prepared: Prepared,
-    backend: Wanted,
-    images: Path,
-    *,
-    elsewhere: bool = False,
-    interface: str | None = None,
-) -> Site:
-    """Check what this host, or a cluster that shares its files, offers a chain."""
-    from dni_runtime.launch.host import check_host, exposure
+def site_for(prepared: Prepared, settings: StartSettings) -> Site:
+    """Check what this host, or a cluster that shares its files, offers a run."""
+    from dni_runtime.launch.planning import site_of
 
-    warning = exposure(prepared.chain, interface)
-    if warning is not None:
-        click.secho(f"warning: {warning}", err=True, fg="yellow")
-    site = check_host(
-        prepared.written,
-        prepared.workers,
-        wanted=backend,
-        images=images,
-        data=prepared.data,
-        locate=prepared.locate,
-        elsewhere=elsewhere,
-    )
-    if site.notice is not None:
-        click.echo(f"dnictl: {site.notice}", err=True)
+    site = site_of(prepared.written, prepared.workers, settings, prepared.data, prepared.locate)
+    _show_notices(site)
     return site
+
+
+def planned_run(prepared: Prepared, settings: StartSettings) -> PlannedRun:
+    """Plan the first start of a run, and show what the user should know of this host."""
+    from dni_runtime.launch.planning import plan_run
+
+    planned = plan_run(prepared, settings)
+    _show_notices(planned.site)
+    return planned
+
+
+def _show_notices(site: Site) -> None:
+    for notice in site.notices:
+        click.secho(f"dnictl: {notice}", err=True, fg="yellow")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,11 +27,11 @@ from dnictl.options import (
     images_option,
     json_option,
     level_option,
+    planned_run,
     print_json,
     run_argument,
     run_dir_option,
     runs_option,
-    site_for,
     tell,
     trust_option,
 )
@@ -83,48 +84,26 @@ def up(
       dnictl up chain.yaml -d && dnictl logs -f
       dnictl up chain.yaml --hosts a,b
     """
-    from dni_runtime.launch.planning import plan_here
-    from dni_runtime.launch.records import create_run, new_run_id
-    from dni_runtime.launch.schedulers import SCHEDULERS
+    from dni_runtime.launch.records import run_root
+    from dni_runtime.launch.settings import StartSettings
     from dni_runtime.launch.slurm.commands import own_job
     from dni_runtime.launch.ssh import parse_hosts
-    from dni_runtime.launch.start import Launch
 
     prepared = chosen_chain(chain, data=data, carry=carry, runs=runs)
-    root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()
-    if hosts is None and backend == "auto" and own_job() is not None:
-        from dnictl.allocation import up_in_allocation
+    root = run_root(prepared.chain.name, run_dir, runs)
+    settings = StartSettings(root, backend, images, log_level=log_level)
+    if hosts is not None:
+        settings = replace(settings, scheduler="ssh", hosts=parse_hosts(hosts))
+    elif backend == "auto" and own_job() is not None:
+        from dni_runtime.launch.slurm.allocation import job_here
 
-        site = site_for(prepared, "auto", images, elsewhere=True)
-        launch = up_in_allocation(prepared, root, site, log_level, dry_run=dry_run, as_json=as_json)
-        if launch is not None:
-            go(launch, detached=detach, as_json=as_json)
-        return
-    names, scheduler = ((), "local") if hosts is None else (parse_hosts(hosts), "ssh")
-    site = site_for(prepared, backend, images, elsewhere=SCHEDULERS[scheduler].elsewhere)
-    plan = plan_here(
-        root,
-        prepared.chain,
-        prepared.workers,
-        site,
-        data=prepared.data,
-        log_level=log_level,
-        scheduler=scheduler,
-        hosts=names,
-    )
+        job = job_here(root, prepared, log_level)
+        settings = replace(settings, scheduler="slurm", job=job)
+    planned = planned_run(prepared, settings)
     if dry_run:
-        _print_plan(plan, as_json)
-        return
-    SCHEDULERS[scheduler].check(plan)
-    run = create_run(
-        root,
-        prepared,
-        backend=site.backend,
-        images=site.images,
-        scheduler=scheduler,
-        hosts=names,
-    )
-    go(Launch.of(run, plan), detached=detach, as_json=as_json)
+        _print_plan(planned.plan, as_json)
+    else:
+        go(planned.launch(), detached=detach, as_json=as_json)
 
 
 @click.command()
@@ -234,10 +213,9 @@ def run(
       dnictl run top --run-dir runs/by-hand
     """
     from dni_runtime.image.apptainer import host_environment
-    from dni_runtime.launch.planning import plan_here
     from dni_runtime.launch.prepare import prepare
-    from dni_runtime.launch.records import create_run
     from dni_runtime.launch.runtimes import worker_argv
+    from dni_runtime.launch.settings import StartSettings
     from dni_runtime.rundir import RunDir, socket_folder
 
     prepared = prepare(chain, data=data)
@@ -252,28 +230,22 @@ def run(
             f"--resume {cut!r} is not a checkpoint",
             hint="allowed: auto, own, none, or the number of one in 'checkpoints/' of the run",
         )
-    site = site_for(prepared, backend, images)
-    plan = plan_here(
-        run_dir,
-        prepared.chain,
-        prepared.workers,
-        site,
-        data=prepared.data,
-        resume=cut,
-        log_level=log_level,
-        supervised=False,
-    )
-    (worker,) = (one for one in plan.workers if one.module == module)
+    root = run_dir.absolute()
+    settings = StartSettings(root, backend, images, by_hand=True, resume=cut, log_level=log_level)
+    planned = planned_run(prepared, settings)
+    (worker,) = (one for one in planned.plan.workers if one.module == module)
     argv = worker_argv(worker)
     if dry_run:
         click.echo(shlex.join(argv))
         return
-    if RunDir(run_dir).record.exists():
+    if RunDir(root).record.exists():
         _same_spec(prepared, run_dir, module)
     else:
-        create_run(run_dir, prepared, backend=site.backend, images=site.images)
-    socket_folder(run_dir.absolute())
-    environ = host_environment(os.environ) if site.backend == "apptainer" else dict(os.environ)
+        planned.create()
+    socket_folder(root)
+    environ = dict(os.environ)
+    if planned.plan.backend == "apptainer":
+        environ = host_environment(os.environ)
     sys.stdout.flush()
     os.execvpe(argv[0], argv, {**environ, **worker.environment})
 
@@ -302,6 +274,8 @@ def _print_plan(plan: LaunchPlan, as_json: bool) -> None:
         print_json(document)
         return
     click.echo(f"# run {plan.run}, backend {plan.backend}")
+    for node, names in plan.nodes.items():
+        click.echo(f"# {node}: {', '.join(names)}")
     for planned, argv in zip(plan.workers, commands, strict=True):
         click.echo(f"\n# {planned.module}: log {planned.log}")
         # another host gets it by the command

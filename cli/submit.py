@@ -105,18 +105,21 @@ def submit(
     """
     if parsable and as_json:
         raise UsageError("--parsable and --json exclude each other", hint="give one of them")
-    from dni_runtime.launch.records import new_run_id
+    from dni_runtime.launch.records import run_root
+    from dni_runtime.launch.settings import StartSettings
     from dni_runtime.launch.slurm.profiles import load_profile
-    from dni_runtime.launch.slurm.submit import placement_rows, submit_run
+    from dni_runtime.launch.slurm.submit import job_record, placement_rows, submit_run
 
     prepared = chosen_chain(chain, data=data, carry=carry, runs=runs)
     site_profile = load_profile(profile)
-    site = site_for(prepared, backend, images, elsewhere=True, interface=site_profile.interface)
-    root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()
+    root = run_root(prepared.chain.name, run_dir, runs)
     request = _request(
         root, prepared, site_profile, nodes=nodes, time_limit=time_limit, partition=partition,
         costs=costs, strict=not dry_run,
     )  # fmt: skip
+    job = job_record(request, profile, log_level)
+    settings = StartSettings(root, backend, images, scheduler="slurm", job=job)
+    site = site_for(prepared, settings)
     options = [] if dependency is None else [f"--dependency={dependency}"]
     if dry_run or test_only:
         from dni_runtime.launch.slurm.script import render_script
@@ -130,17 +133,15 @@ def submit(
         else:
             click.echo(script if answer is None else answer, nl=answer is not None)
         return
-    record, job = submit_run(
-        request, prepared, site, profile_name=profile, log_level=log_level, options=options
-    )
+    record, number = submit_run(request, prepared, site, job, options)
     if as_json and not wait_for_it:
-        print_json({"run": record.name, "path": str(record.run.root), "job": job})
+        print_json({"run": record.name, "path": str(record.run.root), "job": number})
     elif parsable:
-        click.echo(f"{record.name};{job}")
+        click.echo(f"{record.name};{number}")
     elif not as_json:
         click.echo(record.name)
         click.echo(
-            f"job {job}; see 'dnictl status {record.name}', 'dnictl logs -f {record.name}', "
+            f"job {number}; see 'dnictl status {record.name}', 'dnictl logs -f {record.name}', "
             f"'dnictl wait {record.name}'",
             err=True,
         )

@@ -13,12 +13,11 @@ from torch import nn
 
 from dni_runtime.errors import UsageError
 from dni_runtime.files import write_atomic
-from dni_runtime.launch.host import check_host, exposure
-from dni_runtime.launch.planning import plan_here
+from dni_runtime.launch.planning import plan_run
 from dni_runtime.launch.prepare import prepare, prepare_again
-from dni_runtime.launch.records import create_run, new_run_id
+from dni_runtime.launch.records import run_root
 from dni_runtime.launch.run import Run
-from dni_runtime.launch.start import Launch
+from dni_runtime.launch.settings import StartSettings
 from dni_runtime.split.balance import Balance
 from dni_runtime.split.part import Part, doubt
 
@@ -263,21 +262,10 @@ class Chain:
 
             carry.check_trusted()
             prepared = carry_over(prepared, carry.record)
-        site = check_host(
-            prepared.written,
-            prepared.workers,
-            wanted=backend,
-            images=Path(images),
-            data=prepared.data,
-            locate=prepared.locate,
-        )
-        for notice in (exposure(prepared.chain), site.notice):
-            if notice is not None:
-                _log.warning("%s", notice)
-        root = Path(run_dir or Path(runs) / new_run_id(prepared.chain.name)).absolute()
-        plan = plan_here(
-            root, prepared.chain, prepared.workers, site, data=prepared.data, log_level=log_level
-        )
-        run = create_run(root, prepared, backend=site.backend, images=site.images)
-        Launch.of(run, plan).detach()
+        root = run_root(prepared.chain.name, None if run_dir is None else Path(run_dir), Path(runs))
+        settings = StartSettings(root, backend, Path(images), log_level=log_level)
+        planned = plan_run(prepared, settings)
+        for notice in planned.site.notices:
+            _log.warning("%s", notice)
+        planned.launch().detach()
         return Run.open(root)

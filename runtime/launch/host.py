@@ -6,9 +6,9 @@ What a host has in general, whatever the chain, is examined in ``launch/doctor.p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ from dni_runtime.image.layers import MODULE_JSON
 from dni_runtime.image.lock import LOCK_NAME, read_lock
 from dni_runtime.launch.doctor import gpu_devices, usable_apptainer
 from dni_runtime.launch.plan import Backend
+from dni_runtime.launch.settings import Site
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.data import own_path
 
@@ -37,17 +38,6 @@ _MOST_HASHED = 8  # images at once, to spare a shared file system
 _LIBRARY_FOLDERS = ("usr/lib64", "lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
 
 
-@dataclass(frozen=True)
-class Site:
-    """Resources of this host for a run."""
-
-    backend: Backend
-    tool: Apptainer | None = None
-    images: Mapping[str, Path] = field(default_factory=dict)  # by module
-    mounts: tuple[Mount, ...] = ()  # that the host adds to containers
-    notice: str | None = None  # for the user, about the choice of backend
-
-
 def check_host(
     chain: ChainSpec,
     workers: Sequence[WorkerSpec],
@@ -58,6 +48,7 @@ def check_host(
     data: Path | None,  # folder or file
     locate: Locator,
     elsewhere: bool = False,
+    interface: str | None = None,  # of links between hosts, if the chain names none
 ) -> Site:
     """Check whether a run can start on this host, and choose its backend.
 
@@ -65,7 +56,8 @@ def check_host(
     a shared file system.
     """
     heads = range(1, workers[0].replicas + 1)
-    for path in () if data is None else dict.fromkeys(own_path(data, one) for one in heads):
+    paths = [] if data is None else list(dict.fromkeys(own_path(data, one) for one in heads))
+    for path in paths:
         if not path.exists():
             raise DataError(
                 f"{locate('data')}: {str(path)!r} does not exist",
@@ -78,6 +70,13 @@ def check_host(
             hint="set data.labels.path",
         )
     site = _choose(workers, wanted, images, chain.image.require_signed)
+    warning = exposure(chain, interface)
+    site = replace(
+        site,
+        data=data,
+        files=tuple(one for one in (*paths, labels) if one is not None and one.is_file()),
+        notices=(*(() if warning is None else (f"warning: {warning}",)), *site.notices),
+    )
     if not elsewhere:
         check_devices(chain, workers, site.backend, locate)
         if chain.links.transport == "tcp":
@@ -144,7 +143,7 @@ def _choose(
             raise UnavailableError(problem)
     except UnavailableError as error:
         if wanted == "auto":
-            return Site("process", notice=f"{error.message}: using the process backend")
+            return Site("process", notices=(f"{error.message}: using the process backend",))
         hint = f"{error.hint}; or use --backend process"
         raise UnavailableError(error.message, hint=hint) from None
     return Site("apptainer", tool, check_images(tool, workers, images, require_signed))

@@ -9,7 +9,7 @@ from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.runtimes import worker_argv
-from dni_runtime.launch.settings import LaunchSettings, make_plan
+from dni_runtime.launch.settings import Site, StartSettings, make_plan
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
@@ -20,9 +20,13 @@ class Local:
     elsewhere = False
 
     def plan(
-        self, chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
+        self,
+        chain: ChainSpec,
+        workers: Sequence[WorkerSpec],
+        settings: StartSettings,
+        site: Site,
     ) -> LaunchPlan:
-        return make_plan(chain, workers, settings)
+        return make_plan(chain, workers, settings, site)
 
     def check(self, plan: LaunchPlan) -> None:
         pass

@@ -19,7 +19,7 @@ from dni_runtime.files import written_lately
 from dni_runtime.launch.local import Local
 from dni_runtime.launch.plan import SOCKETS_TARGET, LaunchPlan, WorkerPlan
 from dni_runtime.launch.runtimes import worker_argv
-from dni_runtime.launch.settings import LaunchSettings, make_plan
+from dni_runtime.launch.settings import Site, StartSettings, make_plan
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.named import module_of
@@ -35,7 +35,11 @@ class Mpi(Local):
     elsewhere = True
 
     def plan(
-        self, chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
+        self,
+        chain: ChainSpec,
+        workers: Sequence[WorkerSpec],
+        settings: StartSettings,
+        site: Site,
     ) -> LaunchPlan:
         if workers[0].replicas > 1 and chain.data.own:
             raise UsageError(
@@ -43,11 +47,10 @@ class Mpi(Local):
                 "ranks get the same command",
                 hint="use 'dnictl up' or 'dnictl submit', or a data set that they share",
             )
-        settings = replace(settings, supervised=False, by_rank=True)
         if chain.links.transport == "auto" and chain.links.interface is not None:
             # where the ranks will run is not known
-            settings = replace(settings, links={one.module: ("tcp", None) for one in workers})
-        plan = make_plan(chain, workers, settings)
+            site = replace(site, links={one.module: ("tcp", None) for one in workers})
+        plan = make_plan(chain, workers, settings, site)
         # All ranks have the same command: any image of the chain, and what any worker needs.
         mounts = dict.fromkeys(mount for worker in plan.workers for mount in worker.mounts)
         rank = replace(
@@ -59,7 +62,7 @@ class Mpi(Local):
             environment={},
         )
         ranks = tuple(replace(rank, module=one.module, log=one.log) for one in plan.workers)
-        return replace(plan, workers=ranks, scheduler="mpi")
+        return replace(plan, workers=ranks)
 
     def command(self, worker: WorkerPlan) -> Sequence[str]:
         return worker_argv(replace(worker, module="", ipc="", attempt=1))

@@ -104,6 +104,15 @@ class LaunchPlan:
     auto: tuple[str, ...] = ()  # those of them whose number follows what balances the chain
 
     @property
+    def nodes(self) -> dict[str, list[str]]:
+        """The workers of each host that has a name here."""
+        there: dict[str, list[str]] = {}
+        for worker in self.workers:
+            if worker.node is not None:
+                there.setdefault(worker.node, []).append(worker.module)
+        return there
+
+    @property
     def resume(self) -> str:
         """Where the workers start, all at the same cut."""
         return self.workers[0].resume

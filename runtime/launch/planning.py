@@ -1,23 +1,66 @@
-"""Plans of the workers of a chain, or of an existing run, on this host."""
+"""From a checked chain, or a run, to the plan of a start and the right to execute it."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dni_runtime.launch.host import Site, check_host
+from dni_runtime.launch.host import Locator, check_host
 from dni_runtime.launch.plan import LaunchPlan
-from dni_runtime.launch.prepare import location_in
-from dni_runtime.launch.records import Record
+from dni_runtime.launch.prepare import Prepared, location_in
+from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.schedulers import SCHEDULERS
-from dni_runtime.launch.settings import LaunchSettings
-from dni_runtime.rundir import socket_path
+from dni_runtime.launch.settings import Site, StartSettings
+from dni_runtime.rundir import RunDir, socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
-from dni_runtime.spec.data import own_path
 from dni_runtime.spec.replicas import workers_of
+
+if TYPE_CHECKING:  # it imports what starts workers
+    from dni_runtime.launch.start import Launch
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run that does not exist yet."""
+
+    prepared: Prepared
+    settings: StartSettings
+    site: Site
+    plan: LaunchPlan
+
+    def create(self) -> RunDir:
+        """Write its directory."""
+        settings = self.settings
+        run = create_run(
+            settings.run,
+            self.prepared,
+            backend=self.site.backend,
+            images=self.site.images,
+            scheduler=settings.scheduler,
+            hosts=settings.hosts,
+        )
+        if settings.job is not None:
+            settings.job.write(run.job)
+        return run
+
+    def launch(self) -> Launch:
+        """Create it, if its hosts can be used, and become its owner."""
+        from dni_runtime.launch.start import Launch
+
+        SCHEDULERS[self.settings.scheduler].check(self.plan)
+        return Launch.of(self.create(), self.plan)
+
+
+def plan_run(prepared: Prepared, settings: StartSettings) -> PlannedRun:
+    """Plan the first start of a run; writes nothing."""
+    site = site_of(prepared.written, prepared.workers, settings, prepared.data, prepared.locate)
+    scheduler = SCHEDULERS[settings.scheduler]
+    plan = scheduler.plan(prepared.chain, prepared.replicas, settings, site)
+    return PlannedRun(prepared, settings, site, plan)
 
 
 def plan_again(
@@ -29,63 +72,42 @@ def plan_again(
     stream position of a checkpoint.
     """
     chain, workers = record.specs()
+    settings = StartSettings(
+        record.run.root,
+        backend="apptainer" if record.backend == "apptainer" else "process",
+        images=next((path.parent for path in record.images.values()), Path("images")),
+        scheduler=record.scheduler,
+        hosts=record.hosts,
+        log_level=log_level,
+        attempt=attempt,
+        resume=resume,
+    )
+    locate = partial(location_in, record.run.chain_file)
+    site = site_of(chain, workers, settings, record.data, locate)
+    return SCHEDULERS[record.scheduler].plan(chain, workers_of(workers), settings, site)
+
+
+def site_of(
+    chain: ChainSpec,
+    workers: tuple[WorkerSpec, ...],  # of the modules
+    settings: StartSettings,
+    data: Path | None,  # folder or file of the head's data
+    locate: Locator,
+) -> Site:
+    """Check what this host, or a cluster that shares its files, offers a run."""
     site = check_host(
         chain,
         workers,
-        wanted="apptainer" if record.backend == "apptainer" else "process",
-        images=next((path.parent for path in record.images.values()), Path("images")),
-        data=record.data,
-        locate=partial(location_in, record.run.chain_file),
-        elsewhere=SCHEDULERS[record.scheduler].elsewhere,
-    )
-    return plan_here(
-        record.run.root,
-        chain,
-        workers,
-        site,
-        data=record.data,
-        attempt=attempt,
-        resume=resume,
-        log_level=log_level,
-        scheduler=record.scheduler,
-        hosts=record.hosts,
-    )
-
-
-def plan_here(
-    root: Path,  # the run directory
-    chain: ChainSpec,
-    workers: tuple[WorkerSpec, ...],  # of the modules
-    site: Site,
-    *,
-    data: Path | None,  # folder or file
-    attempt: int = 1,  # number of this start of the run
-    resume: str = "auto",  # ``auto``, ``none`` or the stream position of a checkpoint
-    log_level: str = "info",
-    supervised: bool = True,  # a supervisor will start the workers
-    scheduler: str = "local",  # what starts them (``launch/schedulers.py``)
-    hosts: Sequence[str] = (),  # if the user names them
-) -> LaunchPlan:
-    """Plan a start of a run; writes nothing."""
-    root, labels = root.absolute(), chain.data.labels_path
-    heads = range(1, workers[0].replicas + 1)
-    read = [labels] if data is None else [labels, *(own_path(data, one) for one in heads)]
-    settings = LaunchSettings(
-        run=root,
-        backend=site.backend,
-        sockets=socket_path(root),
+        wanted=settings.backend,
+        images=settings.images,
         data=data,
-        tool=site.tool,
-        images=site.images,
-        labels=labels,
-        files=[path for path in read if path is not None and path.is_file()],
-        mounts=site.mounts,
-        attempt=attempt,
-        resume=resume,
+        locate=locate,
+        elsewhere=SCHEDULERS[settings.scheduler].elsewhere,
+        interface=None if settings.job is None else settings.job.settings.interface,
+    )
+    return replace(
+        site,
+        sockets=socket_path(settings.run),
         python=sys.executable,
         python_path=os.environ.get("PYTHONPATH", ""),
-        log_level=log_level,
-        hosts=tuple(hosts),
-        supervised=supervised,
     )
-    return SCHEDULERS[scheduler].plan(chain, workers_of(workers), settings)

@@ -34,6 +34,11 @@ def new_run_id(chain: str) -> str:
     return f"{chain}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
+def run_root(chain: str, run_dir: Path | None, runs: Path) -> Path:
+    """Return the directory of a new run: the given one, or one with a unique name in a folder."""
+    return (run_dir or runs / new_run_id(chain)).absolute()
+
+
 def create_run(
     root: Path,  # must not hold a run yet
     prepared: Prepared,

@@ -14,7 +14,7 @@ from dni_runtime.launch.mpi import Mpi
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Hosts, Starter
 from dni_runtime.launch.records import Record
-from dni_runtime.launch.settings import LaunchSettings
+from dni_runtime.launch.settings import Site, StartSettings
 from dni_runtime.launch.slurm.scheduler import Slurm
 from dni_runtime.launch.ssh import Ssh
 from dni_runtime.rundir import RunDir
@@ -31,9 +31,16 @@ class Scheduler(Protocol):
     def elsewhere(self) -> bool: ...
 
     def plan(
-        self, chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
+        self,
+        chain: ChainSpec,
+        workers: Sequence[WorkerSpec],
+        settings: StartSettings,
+        site: Site,
     ) -> LaunchPlan:
-        """Plan a start of a run, with its workers given head first; writes nothing."""
+        """Plan a start of a run, with its workers given head first; writes nothing.
+
+        ``site`` is what this host offers.
+        """
 
     def check(self, plan: LaunchPlan) -> None:
         """Check that workers can be started on the hosts of a plan."""

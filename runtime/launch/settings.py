@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
+from dni_runtime.documents.records import JobRecord
 from dni_runtime.errors import UsageError
 from dni_runtime.files import WORKER_FOLDERS
 from dni_runtime.image.apptainer import Apptainer, Mount
@@ -31,45 +33,59 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 
 @dataclass(frozen=True)
-class LaunchSettings:
-    """Settings of a plan besides the chain."""
+class StartSettings:
+    """What a user chooses for a start of a run, besides the chain."""
 
     run: Path  # the directory, as an absolute path
-    backend: Backend
-    sockets: Path  # folder, for ipc
-    data: Path | None = None  # folder or file, of the head
-    labels: Path | None = None  # folder or file, if the tail reads them from one of their own
-    tool: Apptainer | None = None
-    images: Mapping[str, Path] = field(default_factory=dict)  # by module
-    # which of ``data`` and ``labels`` are files: containers see the folders they are in
-    files: Collection[Path] = ()
-    mounts: tuple[Mount, ...] = ()  # further ones of the containers
+    # auto: Apptainer, if it and the images are there
+    backend: Literal["auto", "process", "apptainer"] = "auto"
+    images: Path = Path("images")  # their folder
+    scheduler: str = "local"  # what starts the workers (``launch/schedulers.py``)
+    hosts: tuple[str, ...] = ()  # for ``ssh``
+    job: JobRecord | None = None  # for ``slurm``; None: the run has the record of its job
+    by_hand: bool = False  # the user starts the workers one by one
     attempt: int = 1  # number of this start of the run, from 1
     resume: str = "auto"  # ``auto``, ``none`` or the stream position of a checkpoint
+    log_level: str = "info"  # of the workers
+
+    @property
+    def by_rank(self) -> bool:
+        """Whether one launcher starts all workers, by one command."""
+        return self.scheduler == "mpi"
+
+    @property
+    def supervised(self) -> bool:
+        """Whether a supervisor prepares the run and starts the workers.
+
+        Otherwise containers see the whole run directory, and the workers create the files that they
+        need.
+        """
+        return not (self.by_hand or self.by_rank)
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the hosts offer a run: checked on this one, completed by the scheduler."""
+
+    backend: Backend
+    tool: Apptainer | None = None
+    images: Mapping[str, Path] = field(default_factory=dict)  # by module
+    mounts: tuple[Mount, ...] = ()  # further ones of the containers
+    notices: tuple[str, ...] = ()  # for the user
+    data: Path | None = None  # folder or file, of the head
+    # which of the data and the labels are files: containers see the folders they are in
+    files: Collection[Path] = ()
+    sockets: Path = Path("/tmp")  # folder, for ipc
     python: str = "python3"  # for processes
     python_path: str = ""  # the caller's ``PYTHONPATH``, for processes
-    log_level: str = "info"
     # transport and interface of upstream links, by module, if not the chain's
     links: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
     container_args: tuple[str, ...] = ()  # further ones of the container program
     scratch: str = ""  # folder for temporary files on the worker's node, or empty
-    hosts: tuple[str, ...] = ()  # if the user names them
-    # A supervisor prepares the run. Otherwise containers see the whole run directory, and the
-    # workers create the files that they need.
-    supervised: bool = True
-    by_rank: bool = False  # one launcher starts all workers, by one command
-
-    def read_by(self, worker: WorkerSpec) -> Path | None:
-        """Folder or file of the data that a worker reads; None if it reads none, or needs none."""
-        if worker.head is not None:
-            return None if self.data is None else own_path(self.data, worker.replica)
-        if worker.tail is None or worker.tail.labels is None:
-            return None
-        return self.labels if worker.tail.labels.splits else self.data
 
 
 def make_plan(
-    chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
+    chain: ChainSpec, workers: Sequence[WorkerSpec], settings: StartSettings, site: Site
 ) -> LaunchPlan:
     """Plan the start of all workers, given head first; the plan depends on the arguments alone."""
     changing = [
@@ -85,21 +101,22 @@ def make_plan(
         )
     grouped = [worker for worker in workers if worker.backend is not None]
     for worker in (workers[0], workers[-1], *grouped):
-        if worker.replicas > 1 and not (settings.supervised or settings.by_rank):
+        if worker.replicas > 1 and settings.by_hand:
             raise UsageError(
                 f"the replicas of {module_of(worker.module)!r} must be started together",
                 hint="use 'dnictl up', 'submit' or 'mpi', or write 'replicas: 1' there",
             )
-    transports = {chain.links.transport, *(kind for kind, _ in settings.links.values())}
+    transports = {chain.links.transport, *(kind for kind, _ in site.links.values())}
     keys = chain.links.security != "none" and "tcp" in transports
     return LaunchPlan(
         run=str(settings.run),
-        backend=settings.backend,
-        sockets=str(settings.sockets),
+        backend=site.backend,
+        sockets=str(site.sockets),
         stop_grace_s=chain.stop_grace_s,
-        workers=tuple(_worker_plan(worker, settings, keys) for worker in workers),
+        workers=tuple(_worker_plan(chain, worker, settings, site, keys) for worker in workers),
         sources={one.module: tuple(link.source for link in one.links_in) for one in workers},
         keys=keys,
+        scheduler=settings.scheduler,
         elastic=workers[0].elastic,
         auto=tuple(
             one.name
@@ -113,46 +130,57 @@ def make_plan(
     )
 
 
-def _worker_plan(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> WorkerPlan:
-    run, data = RunDir(settings.run), settings.read_by(worker)
-    transport, interface = settings.links.get(worker.module, (None, None))
+def _worker_plan(
+    chain: ChainSpec, worker: WorkerSpec, settings: StartSettings, site: Site, keys: bool
+) -> WorkerPlan:
+    run, data = RunDir(settings.run), _read_by(worker, chain, site)
+    transport, interface = site.links.get(worker.module, (None, None))
     plan = WorkerPlan(
-        module=worker.module,
-        attempt=settings.attempt,
         run=str(settings.run),
-        ipc=str(settings.sockets),
-        log=str(run.log(worker.module, settings.attempt)),
-        resume=settings.resume,
+        module=worker.module,
+        ipc=str(site.sockets),
+        attempt=settings.attempt,
         first=settings.attempt if settings.supervised else None,
+        resume=settings.resume,
         log_level=settings.log_level,
-        data=None if data is None else str(data),
         transport=transport,
         interface=interface,
+        data=None if data is None else str(data),
+        log=str(run.log(worker.module, settings.attempt)),
         environment=_environment(worker),
-        backend=settings.backend,
-        python=settings.python,
-        scratch=settings.scratch,
+        backend=site.backend,
+        python=site.python,
+        scratch=site.scratch,
     )
-    if settings.backend == "apptainer":
+    if site.backend == "apptainer":
         kind = worker.device.partition(":")[0]
         return replace(
             plan,
-            tool=settings.tool,
-            image=str(settings.images[module_of(worker.module)]),
-            mounts=_mounts(worker, settings, keys),
+            tool=site.tool,
+            image=str(site.images[module_of(worker.module)]),
+            mounts=_mounts(worker, settings, site, data, keys),
             # Without a GPU Apptainer only warns, which is right for 'auto'; if a GPU is
             # requested, the worker itself refuses to run without it.
             gpu="rocm" if kind == "rocm" else "cuda" if kind in ("cuda", "auto") else None,
-            container_args=settings.container_args,
+            container_args=site.container_args,
         )
-    paths = [str(run.sources), settings.python_path]
+    paths = [str(run.sources), site.python_path]
     environment = {
         **plan.environment,
-        **({"TMPDIR": settings.scratch} if settings.scratch else {}),
+        **({"TMPDIR": site.scratch} if site.scratch else {}),
         STARTED_WITH: this_version(),  # images keep their version
         "PYTHONPATH": ":".join(path for path in paths if path),
     }
     return replace(plan, environment=environment)
+
+
+def _read_by(worker: WorkerSpec, chain: ChainSpec, site: Site) -> Path | None:
+    """Return folder or file of the data that a worker reads; None if it reads or needs none."""
+    if worker.head is not None:
+        return None if site.data is None else own_path(site.data, worker.replica)
+    if worker.tail is None or worker.tail.labels is None:
+        return None
+    return chain.data.labels_path if worker.tail.labels.splits else site.data
 
 
 def _run_mounts(worker: WorkerSpec, run: RunDir, keys: bool) -> list[Mount]:
@@ -175,19 +203,20 @@ def _run_mounts(worker: WorkerSpec, run: RunDir, keys: bool) -> list[Mount]:
     ]
 
 
-def _mounts(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> tuple[Mount, ...]:
+def _mounts(
+    worker: WorkerSpec, settings: StartSettings, site: Site, data: Path | None, keys: bool
+) -> tuple[Mount, ...]:
     if settings.supervised:
         mounts = _run_mounts(worker, RunDir(settings.run), keys)
     else:
         mounts = [Mount(str(settings.run), RUN_TARGET, read_only=False)]
-    mounts.append(Mount(str(settings.sockets), SOCKETS_TARGET, read_only=False))
-    data = settings.read_by(worker)
+    mounts.append(Mount(str(site.sockets), SOCKETS_TARGET, read_only=False))
     if data is not None:
-        folder = data.parent if data in settings.files else data
+        folder = data.parent if data in site.files else data
         mounts.append(Mount(str(folder), str(DATA_TARGET)))
-    if settings.scratch:
-        mounts.append(Mount(settings.scratch, "/tmp", read_only=False))
-    return (*mounts, *settings.mounts)
+    if site.scratch:
+        mounts.append(Mount(site.scratch, "/tmp", read_only=False))
+    return (*mounts, *site.mounts)
 
 
 def _environment(worker: WorkerSpec) -> dict[str, str]:

@@ -22,7 +22,7 @@ from dni_runtime.launch.placement import check_links, link_kinds, needs_of, plac
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import LocalStarter, Starter
 from dni_runtime.launch.runtimes import on_node
-from dni_runtime.launch.settings import LaunchSettings, make_plan
+from dni_runtime.launch.settings import Site, StartSettings, make_plan
 from dni_runtime.rundir import socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
@@ -57,28 +57,32 @@ class Ssh(Local):
     elsewhere = True
 
     def plan(
-        self, chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
+        self,
+        chain: ChainSpec,
+        workers: Sequence[WorkerSpec],
+        settings: StartSettings,
+        site: Site,
     ) -> LaunchPlan:
         hosts = settings.hosts
         nodes = place(needs_of(chain, workers), wanted_placement(chain, len(hosts)))
         check_links(chain, workers, nodes, None, lambda *location: ".".join(map(str, location)))
-        settings = replace(
-            settings,
+        site = replace(
+            site,
             sockets=socket_path(settings.run, Path("/tmp")),  # local on each host
             links=link_kinds(chain, workers, None, nodes),
         )
-        plan = make_plan(chain, workers, settings)
+        plan = make_plan(chain, workers, settings, site)
         placed = [
             replace(worker, node=hosts[number])
             for worker, number in zip(plan.workers, nodes, strict=True)
         ]
-        return replace(plan, workers=tuple(placed), scheduler="ssh")
+        return replace(plan, workers=tuple(placed))
 
     def check(self, plan: LaunchPlan) -> None:
         folder = next(path for path in Path(plan.run).parents if path.exists())
         paths = (plan.workers[0].python, child.__file__, str(folder))
         shell = ["/bin/sh", "-c", _CHECK, "dni-check", *paths]
-        for host, done in _on_each(_hosts_of(plan), shell).items():
+        for host, done in _on_each(list(plan.nodes), shell).items():
             if done.returncode == 0:
                 continue
             if done.returncode == 1 and (missing := done.stdout.strip()):
@@ -103,13 +107,9 @@ class Ssh(Local):
         return LocalStarter(environ, tied=False, render=self.command, mode="send")
 
     def clean_up(self, plan: LaunchPlan) -> None:
-        for host, done in _on_each(_hosts_of(plan), ["rm", "-rf", "--", plan.sockets]).items():
+        for host, done in _on_each(list(plan.nodes), ["rm", "-rf", "--", plan.sockets]).items():
             if done.returncode != 0:
                 _log.warning("cannot remove %s on %s: %s", plan.sockets, host, done.stderr.strip())
-
-
-def _hosts_of(plan: LaunchPlan) -> list[str]:
-    return list(dict.fromkeys(worker.node for worker in plan.workers if worker.node is not None))
 
 
 def _ssh(host: str, argv: Sequence[str]) -> list[str]:

@@ -50,13 +50,12 @@ from dni_runtime.cuts import complete_cuts
 from dni_runtime.documents.state import RunState
 from dni_runtime.errors import DniError
 from dni_runtime.files import write_json
-from dni_runtime.launch.host import Site
 from dni_runtime.launch.plan import WorkerPlan
-from dni_runtime.launch.planning import plan_here
+from dni_runtime.launch.planning import plan_run
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.processes import Process
-from dni_runtime.launch.records import create_run
 from dni_runtime.launch.runtimes import worker_argv
+from dni_runtime.launch.settings import StartSettings
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.rundir import FOLDERS
 from dni_runtime.spec import ChainSpec
@@ -339,8 +338,8 @@ def measure(modules: int, batches: int, processes: int) -> Cost:
         pools = [WorkerPool(root, loading) for _ in range(processes)]
         operations = Operations(root)
         try:
-            run = create_run(root, prepared, backend="process")
-            plan = plan_here(root, prepared.chain, prepared.workers, Site("process"), data=None)
+            planned = plan_run(prepared, StartSettings(root, "process"))
+            run, plan = planned.create(), planned.plan
             write_json(run.plan, plan.to_json())
             began, started_s = time.monotonic(), 0.0
 

@@ -19,13 +19,14 @@ from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.planning import plan_again
 from dni_runtime.launch.prepare import Prepared, importing_from
 from dni_runtime.launch.records import Record
-from dni_runtime.launch.settings import LaunchSettings, make_plan
+from dni_runtime.launch.settings import Site, StartSettings, make_plan
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.nodes import nodes_of
+from dni_runtime.launch.slurm.profiles import load_profile
 from dni_runtime.launch.slurm.script import JobRequest
 from dni_runtime.launch.slurm.starter import end_steps
 from dni_runtime.launch.slurm.steps import step_args
-from dni_runtime.launch.slurm.submit import make_request
+from dni_runtime.launch.slurm.submit import job_record, make_request
 from dni_runtime.rundir import RunDir, socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.profile import ProfileSpec
@@ -68,13 +69,11 @@ def allocation_here(environ: Mapping[str, str] | None = None) -> Allocation | No
 
 
 def plan_in_allocation(
-    chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
+    chain: ChainSpec, workers: Sequence[WorkerSpec], settings: StartSettings, site: Site
 ) -> LaunchPlan:
-    """Plan a start of a run's workers, given head first, as steps of this process's job.
-
-    The run directory has the record of the job.
-    """
-    allocation, job = _own_allocation(settings.run.name), JobRecord.load(RunDir(settings.run).job)
+    """Plan a start of a run's workers, given head first, as steps of this process's job."""
+    allocation = _own_allocation(settings.run.name)
+    job = settings.job or JobRecord.load(RunDir(settings.run).job)
     assert job is not None
     count = max(job.nodes) + 1
     if len(allocation.hosts) < count:
@@ -83,26 +82,24 @@ def plan_in_allocation(
             f"{len(allocation.hosts)} ({', '.join(allocation.hosts)})",
             hint="submit it again with more nodes or another placement",
         )
-    profile, mounts = job.settings, settings.mounts
-    if settings.backend == "apptainer":
+    profile, mounts = job.settings, site.mounts
+    if site.backend == "apptainer":
         # checked on this node, the first; the nodes of one job are alike
         mounts = (*mounts, *infiniband_mounts(chain.infiniband), *bind_mounts(profile))
     kinds = link_kinds(chain, workers, profile.interface, job.nodes)
     interface = chain.links.interface or profile.interface
-    settings = replace(
-        settings,
+    site = replace(
+        site,
         # A local folder of each node; XDG_RUNTIME_DIR does not exist on nodes without a login.
         sockets=socket_path(settings.run, Path("/tmp")),
         mounts=mounts,
-        log_level=job.log_level,
         # the interface also for ipc: moved to another node, the module listens on tcp
         links={name: (transport, interface) for name, (transport, _) in kinds.items()},
         container_args=profile.container_args,
         scratch=os.environ.get("DNI_SCRATCH", ""),
     )
-    plan = make_plan(chain, workers, settings)
-    steps = _as_steps(plan, chain, workers, job, allocation)
-    return replace(plan, workers=steps, scheduler="slurm")
+    plan = make_plan(chain, workers, replace(settings, log_level=job.log_level), site)
+    return replace(plan, workers=_as_steps(plan, chain, workers, job, allocation))
 
 
 def plan_of_job(record: Record, state: RunState) -> LaunchPlan | None:
@@ -122,6 +119,19 @@ def _own_allocation(run: str) -> Allocation:
             hint=f"resume it with 'dnictl resume {run}'",
         )
     return allocation
+
+
+def job_here(root: Path, prepared: Prepared, log_level: str) -> JobRecord:
+    """Return the record of this allocation's job for a new run that is placed on its nodes."""
+    allocation = allocation_here()
+    if allocation is None:
+        raise UsageError(
+            "SLURM_JOB_ID is set, but SLURM_JOB_NODELIST is not: this is not an allocation",
+            hint=OUTSIDE,
+        )
+    profile = os.environ.get("DNICTL_PROFILE")
+    request = request_here(root, prepared, load_profile(profile), allocation)
+    return job_record(request, profile, log_level, allocation.job)
 
 
 def request_here(

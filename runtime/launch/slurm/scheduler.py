@@ -10,7 +10,7 @@ from dni_runtime.launch.local import Local
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Hosts, Starter
 from dni_runtime.launch.records import Record
-from dni_runtime.launch.settings import LaunchSettings
+from dni_runtime.launch.settings import Site, StartSettings
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.job import describe
 from dni_runtime.launch.slurm.nodes import JobNodes
@@ -26,11 +26,15 @@ class Slurm(Local):
     elsewhere = True
 
     def plan(
-        self, chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
+        self,
+        chain: ChainSpec,
+        workers: Sequence[WorkerSpec],
+        settings: StartSettings,
+        site: Site,
     ) -> LaunchPlan:
         from dni_runtime.launch.slurm.allocation import plan_in_allocation
 
-        return plan_in_allocation(chain, workers, settings)
+        return plan_in_allocation(chain, workers, settings, site)
 
     def take_over(self, record: Record, state: RunState) -> LaunchPlan | None:
         from dni_runtime.launch.slurm.allocation import plan_of_job

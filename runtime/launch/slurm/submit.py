@@ -12,7 +12,6 @@ from typing import Any
 from dni_runtime.documents.records import JobRecord
 from dni_runtime.errors import UsageError
 from dni_runtime.files import write_atomic
-from dni_runtime.launch.host import Site
 from dni_runtime.launch.placement import (
     Capacity,
     check_links,
@@ -23,6 +22,7 @@ from dni_runtime.launch.placement import (
 )
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
+from dni_runtime.launch.settings import Site
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.commands import NodeShape
 from dni_runtime.launch.slurm.script import JobRequest, render_script
@@ -120,15 +120,11 @@ def make_request(
 
 
 def submit_run(
-    request: JobRequest,
-    prepared: Prepared,
-    site: Site,
-    *,
-    profile_name: str | None,
-    log_level: str,
-    options: Sequence[str] = (),
+    request: JobRequest, prepared: Prepared, site: Site, job: JobRecord, options: Sequence[str] = ()
 ) -> tuple[Record, str]:
     """Create the run directory and submit its job; return the run's record and the job's id.
+
+    ``job`` is the record of the job, which has no id yet; ``options`` are further ones of sbatch.
 
     If Slurm refuses the job, a new run directory is removed; if it may have accepted the job
     (``UncertainError``), the directory stays.
@@ -138,18 +134,18 @@ def submit_run(
     run = create_run(
         request.run, prepared, backend=site.backend, images=site.images, scheduler="slurm"
     )
-    job_record(request, profile_name, log_level).write(run.job)
+    job.write(run.job)
     write_atomic(run.script, text, mode=0o700)
     try:
-        job = commands.submit(run.script, options)
+        number = commands.submit(run.script, options)
     except commands.UncertainError:
         raise
     except BaseException:
         if not existed:
             shutil.rmtree(run.root)
         raise
-    job_record(request, profile_name, log_level, job).write(run.job)
-    return Record.read(run.root), job
+    job.model_copy(update={"job": number}).write(run.job)
+    return Record.read(run.root), number
 
 
 def job_record(

@@ -13,14 +13,13 @@ from pathlib import Path
 
 from dni_runtime.documents.metrics import TrainLine, read_metrics
 from dni_runtime.documents.state import RunState
-from dni_runtime.launch.host import Site
 from dni_runtime.launch.journal import failure
-from dni_runtime.launch.planning import plan_here
+from dni_runtime.launch.planning import plan_run
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.processes import LocalStarter
-from dni_runtime.launch.records import create_run
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.runtimes import worker_argv
+from dni_runtime.launch.settings import StartSettings
 from dni_runtime.launch.start import Launch
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.rundir import RunDir
@@ -50,10 +49,10 @@ def run_until(
     enough: Callable[[RunDir], bool],  # asked a few times a second
 ) -> RunDir:
     """Train a chain until enough is known; raises ``DniError`` if it fails."""
-    run = create_run(root, prepared, backend="process")
-    site = Site("process")
-    plan = plan_here(run.root, prepared.chain, prepared.workers, site, data=prepared.data)
-    launch = Launch.of(run, replace(plan, restart=RestartPlan()))  # restarts would be measured
+    planned = plan_run(prepared, StartSettings(root, "process"))
+    run = planned.create()
+    # restarts would be measured
+    launch = Launch.of(run, replace(planned.plan, restart=RestartPlan()))
     starter = LocalStarter(render=lambda one: [*prefixes.get(one.module, ()), *worker_argv(one)])
     supervisor = Supervisor(run, launch.plan, starter, lease=launch.lease)
 

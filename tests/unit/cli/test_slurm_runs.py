@@ -142,7 +142,8 @@ def test_dry_runs_print_json_where_asked(
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     path = write_chain(("epochs: 2", "epochs: 2\nlinks: {interface: lo}"))
-    assert "# job 8: n1, n2" in dnictl("up", path, "--dry-run").out
+    assert "# n1: bottom\n# n2: top\n" in dnictl("up", path, "--dry-run").out
     document = dnictl("up", path, "--dry-run", "--json").json
-    assert (document["job"], document["hosts"]) == ("8", ["n1", "n2"])
-    assert [row["module"] for row in document["modules"]] == ["bottom", "top"]
+    assert [(one["module"], one["node"]) for one in document["workers"]] == [
+        ("bottom", "n1"), ("top", "n2"),
+    ]  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
-from dni_runtime.launch.settings import LaunchSettings, make_plan
+from dni_runtime.launch.settings import Site, StartSettings, make_plan
 from dni_runtime.spec import (
     ChainSpec,
     Choice,
@@ -129,5 +129,5 @@ def plan(
     tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...], record: Record
 ) -> LaunchPlan:
     """A plan for the fresh run."""
-    settings = LaunchSettings(run=record.run.root, backend="process", sockets=tmp_path / "sockets")
-    return make_plan(chain, workers, settings)
+    site = Site("process", sockets=tmp_path / "sockets")
+    return make_plan(chain, workers, StartSettings(record.run.root), site)

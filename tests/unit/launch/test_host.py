@@ -16,13 +16,13 @@ from dni_runtime.image.check import Inspected
 from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, read_lock, write_lock
 from dni_runtime.launch import doctor, host
 from dni_runtime.launch.host import (
-    Site,
     check_devices,
     check_host,
     check_images,
     exposure,
     infiniband_mounts,
 )
+from dni_runtime.launch.settings import Site
 from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
 from dni_runtime.spec.running import ReplicationSpec
 
@@ -60,8 +60,7 @@ def no_apptainer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_apptainer(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
     site = check(chain, workers, wanted="auto")
     assert site.backend == "process"
-    assert site.notice is not None
-    assert "using the process backend" in site.notice
+    assert "using the process backend" in site.notices[0]
     with pytest.raises(UnavailableError) as caught:
         check(chain, workers, wanted="apptainer")
     assert "not installed" in str(caught.value)
@@ -110,7 +109,7 @@ def write_images(
 def test_with_images(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
     write_images(tmp_path / "images", workers)
     site = check(chain, workers, wanted="auto", images=tmp_path / "images")
-    assert (site.backend, site.tool, site.notice) == ("apptainer", TOOL, None)
+    assert (site.backend, site.tool, site.notices) == ("apptainer", TOOL, ())
     assert site.images == {w.module: tmp_path / "images" / f"{w.module}.sif" for w in workers}
 
 
@@ -118,8 +117,7 @@ def test_with_images(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec
 def test_without_images(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
     site = check(chain, workers, wanted="auto", images=tmp_path)
     assert site.backend == "process"
-    assert site.notice is not None
-    assert "dnictl build" in site.notice
+    assert "dnictl build" in site.notices[0]
     with pytest.raises(UnavailableError, match="module 'bottom' has no image"):
         check(chain, workers, wanted="apptainer", images=tmp_path)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from socket import gethostname
 
@@ -13,40 +11,21 @@ import pytest
 
 from dni_runtime.documents.reports import Report, WorkerPhase
 from dni_runtime.errors import UsageError
-from dni_runtime.image.apptainer import Apptainer, Mount
-from dni_runtime.launch.mpi import Mpi, judge, mpirun_argv, mpirun_command
+from dni_runtime.launch.mpi import Mpi, judge, mpirun_command
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.run import Run
 from dni_runtime.launch.schedulers import read_state
-from dni_runtime.launch.settings import LaunchSettings, make_plan
+from dni_runtime.launch.settings import Site, StartSettings, make_plan
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.modules import ElasticSpec
 
-SETTINGS = LaunchSettings(
-    run=Path("/run"), backend="process", sockets=Path("/run/ipc"), python="python3"
-)
+SITE = Site("process")
 
 
-def plan_of(
-    chain: ChainSpec, workers: Sequence[WorkerSpec], root: Path, **settings: object
-) -> LaunchPlan:
-    given = replace(SETTINGS, run=root, sockets=root / "ipc")
-    return Mpi().plan(chain, workers, replace(given, **settings))
-
-
-def test_all_ranks_have_one_command(
-    chain: ChainSpec, workers: tuple[WorkerSpec, ...], tmp_path: Path
-) -> None:
-    plan = plan_of(chain, workers, tmp_path)
-    assert mpirun_argv(plan) == [
-        *("mpirun", "-n", "3", "python3", "-P", "-m", "dni_runtime.worker"),
-        *("--run", str(tmp_path), "--by-rank"),
-    ]
-    assert mpirun_command(plan) == shlex.join(mpirun_argv(plan))
-    assert [worker.module for worker in plan.workers] == ["bottom", "middle", "top"]
-    assert LaunchPlan.from_json(plan.to_json()) == plan
+def plan_of(chain: ChainSpec, workers: Sequence[WorkerSpec], root: Path) -> LaunchPlan:
+    return Mpi().plan(chain, workers, StartSettings(root, scheduler="mpi"), SITE)
 
 
 @pytest.mark.parametrize("place", [0, 1, -1])
@@ -65,8 +44,8 @@ def test_replicas_that_agree_are_started_together(
     assert command.startswith("mpirun -n 4 ")
     assert command.endswith(" --start $(date +%s)")
     with pytest.raises(UsageError, match=f"of '{name}' must be started together"):
-        make_plan(chain, several, replace(SETTINGS, supervised=False))
-    assert make_plan(chain, several, SETTINGS).restart.scope == "chain"
+        make_plan(chain, several, StartSettings(tmp_path, by_hand=True), SITE)
+    assert make_plan(chain, several, StartSettings(tmp_path), SITE).restart.scope == "chain"
 
 
 def test_ranks_have_no_data_of_their_own(
@@ -78,51 +57,6 @@ def test_ranks_have_no_data_of_their_own(
     first = workers[0].model_copy(update={"replicas": 2})
     with pytest.raises(UsageError, match="have data of their own"):
         plan_of(own, (first, *workers[1:]), tmp_path)
-
-
-def test_containers_get_what_any_of_them_needs(
-    chain: ChainSpec,
-    workers: tuple[WorkerSpec, ...],
-    make_worker: Callable[..., WorkerSpec],
-    tmp_path: Path,
-) -> None:
-    bottom, _, top = workers
-    data = tmp_path / "data" / "x.npz"
-    plan = plan_of(
-        chain,
-        (bottom, make_worker(1, device="cuda"), top),
-        tmp_path / "run",
-        backend="apptainer",
-        tool=Apptainer(Path("/bin/apptainer"), "apptainer", (1, 4, 5)),
-        images={name: tmp_path / f"{name}.sif" for name in ("bottom", "middle", "top")},
-        data=data,
-        files=[data],
-        mounts=(Mount("/scratch", "/scratch"),),
-    )
-    argv = mpirun_argv(plan)
-    assert argv[:5] == ["mpirun", "-n", "3", "/bin/apptainer", "--quiet"]
-    assert "--nv" in argv
-    mounts = [argv[at + 1] for at, word in enumerate(argv) if word == "--mount"]
-    assert mounts == [
-        str(Mount(str(tmp_path / "run"), "/dni/run", read_only=False)),
-        str(Mount(str(data.parent), "/dni/data")),
-        str(Mount("/scratch", "/scratch")),
-    ]
-    image = argv.index(str(tmp_path / "bottom.sif"))
-    assert argv[image + 1 :] == [
-        *("--run", "/dni/run", "--by-rank", "--data", "/dni/data/x.npz"),
-    ]
-
-
-def test_hosts_are_not_known_beforehand(
-    chain: ChainSpec, workers: tuple[WorkerSpec, ...], tmp_path: Path
-) -> None:
-    links = chain.links.model_copy(update={"interface": "ib0"})
-    argv = mpirun_argv(
-        plan_of(chain.model_copy(update={"links": links}), workers, tmp_path, resume="40")
-    )
-    assert argv[-2:] == ["--transport", "tcp"]
-    assert argv[argv.index("--resume") + 1] == "40"
 
 
 def test_nobody_changes_the_number_of_replicas(

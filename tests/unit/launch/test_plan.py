@@ -1,210 +1,159 @@
-"""Plans are compared whole: what is not asked for must not be there either."""
+"""Plans are compared whole with files: what is not asked for must not be there either.
+
+``DNI_WRITE_PLANS=1`` writes the files anew, for a reader of the difference.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dni_runtime import __version__
+from dni_runtime.documents.records import JobRecord
 from dni_runtime.errors import DataError
 from dni_runtime.image.apptainer import Apptainer, Mount
+from dni_runtime.launch import child
 from dni_runtime.launch.plan import LaunchPlan
-from dni_runtime.launch.restarts import RestartPlan
-from dni_runtime.launch.runtimes import worker_argv
-from dni_runtime.launch.settings import LaunchSettings, make_plan
-from dni_runtime.spec import ChainSpec, DataSpec, WorkerSpec
-from dni_runtime.wire import PROTOCOL_VERSION
+from dni_runtime.launch.schedulers import SCHEDULERS
+from dni_runtime.launch.settings import Site, StartSettings, make_plan
+from dni_runtime.rundir import socket_path
+from dni_runtime.spec import ChainSpec, DataSpec, LinksSpec, WorkerSpec
+from dni_runtime.spec.profile import ProfileSpec
+from dni_runtime.worker.version import this_version
 
-RUN = Path("/runs/a b")
-SOCKETS = Path("/run/user/1/dni-0")
+GOLDEN = Path(__file__).parent / "plans"
 
-THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+SETTINGS = StartSettings(Path("/runs/a b"))
+HERE = Site("process", sockets=Path("/run/user/1/dni-0"), python="/usr/bin/python3")
+BOXES = replace(
+    HERE,
+    backend="apptainer",
+    tool=Apptainer(Path("/usr/bin/apptainer"), "apptainer", (1, 4, 5)),
+    images={name: Path(f"/img/{name}.sif") for name in ("bottom", "middle", "top")},
+    data=Path("/sets/a,b/x.npz"),
+    files=[Path("/sets/a,b/x.npz")],
+    mounts=(Mount("/opt/site", "/opt/site", read_only=False),),
+)
+
+Case = tuple[ChainSpec, tuple[WorkerSpec, ...], StartSettings, Site]
+MakeWorker = Callable[..., WorkerSpec]
 
 
-def plan_of(chain: ChainSpec, workers: tuple[WorkerSpec, ...], **where: object) -> LaunchPlan:
-    settings = LaunchSettings(
-        run=RUN, backend="process", sockets=SOCKETS, python="/usr/bin/python3"
+def _linked(chain: ChainSpec, **links: Any) -> ChainSpec:
+    return chain.model_copy(update={"links": LinksSpec(**links)})
+
+
+def processes(chain: ChainSpec, make: MakeWorker) -> Case:
+    """The third start of a run, from a cut, with some threads for its head."""
+    workers = make(0, cpus=6), make(1), make(2)
+    site = replace(HERE, data=Path("/data/x"), python_path="/lib/p", scratch="/scratch/1")
+    return chain, workers, replace(SETTINGS, attempt=3, resume="120", log_level="debug"), site
+
+
+def containers(chain: ChainSpec, make: MakeWorker) -> Case:
+    """Each with its GPU and its keys; the tail reads labels of another owner."""
+    bottom, middle, top = make(0, device="cuda:1"), make(1, device="rocm"), make(2, device="auto")
+    assert top.tail is not None
+    labels = DataSpec.model_validate({"dataset": "npz", "labels": {"path": "/insurer/y.npz"}})
+    tail = top.tail.model_copy(update={"labels": labels.of_labels})
+    top = top.model_copy(update={"tail": tail, "initial": True})
+    chain = _linked(chain, transport="tcp").model_copy(update={"data": labels})
+    site = replace(BOXES, files=[*BOXES.files, Path("/insurer/y.npz")])
+    return chain, (bottom, middle, top), SETTINGS, site
+
+
+def by_hand(chain: ChainSpec, make: MakeWorker) -> Case:
+    """Containers that make their own files in the run directory; head and tail share their data."""
+    bottom, middle, top = make(0), make(1), make(2)
+    assert top.tail is not None
+    data = DataSpec.model_validate({"labels": "tail"})
+    top = top.model_copy(update={"tail": top.tail.model_copy(update={"labels": data.of_labels})})
+    chain = chain.model_copy(update={"data": data})
+    settings = replace(SETTINGS, by_hand=True, resume="own")
+    return chain, (bottom, middle, top), settings, replace(BOXES, data=Path("/hospital"), files=())
+
+
+def hosts(chain: ChainSpec, make: MakeWorker) -> Case:
+    """Neighbours stay together; one module waits for its gradients, so all restart together."""
+    workers = make(0).model_copy(update={"max_late": 0}), make(1), make(2)
+    settings = replace(SETTINGS, scheduler="ssh", hosts=("a", "user@b"))
+    return _linked(chain, interface="10.0.0.0/24"), workers, settings, HERE
+
+
+def job(chain: ChainSpec, make: MakeWorker) -> Case:
+    """Steps of a job on two nodes of a site that has settings of its own."""
+    workers = make(0), make(1, device="cuda"), make(2)
+    profile = ProfileSpec(
+        interface="ib0", binds=("/site:ro",), container_args=("--writable-tmpfs",), gpu_type="a100"
     )
-    return make_plan(chain, workers, replace(settings, **where))  # type: ignore[arg-type]
+    record = JobRecord(job="7", nodes=(0, 1, 1), settings=profile, log_level="warning")
+    settings = replace(SETTINGS, scheduler="slurm", job=record)
+    return chain.model_copy(update={"infiniband": "off"}), workers, settings, BOXES
 
 
-def test_processes(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
-    plan = plan_of(
-        chain, workers, data=Path("/data/x"), attempt=3, resume="120", python_path="/lib/p"
-    )
-    assert (plan.run, plan.backend, plan.sockets) == (str(RUN), "process", str(SOCKETS))
-    assert [worker.module for worker in plan.workers] == ["bottom", "middle", "top"]
-    common = [
-        *("--ipc", "/run/user/1/dni-0"),
-        *("--attempt", "3", "--first", "3"),
-        *("--resume", "120"),
-    ]
-    start = ["/usr/bin/python3", "-P", "-m", "dni_runtime.worker", "--run", "/runs/a b"]
-    assert [worker_argv(worker) for worker in plan.workers] == [
-        [*start, "--module", "bottom", *common, "--data", "/data/x"],
-        [*start, "--module", "middle", *common],
-        [*start, "--module", "top", *common],
-    ]
-    for worker in plan.workers:
-        assert worker.environment == {
-            **THREADS,
-            "PYTHONFAULTHANDLER": "1",
-            "PYTHONPATH": "/runs/a b/src:/lib/p",
-            "DNI_STARTED_WITH": f"{__version__} {PROTOCOL_VERSION}",
-        }
-        assert worker.log == f"/runs/a b/logs/{worker.module}.3.log"
-        assert (worker.attempt, worker.image, worker.mounts) == (3, None, ())
+def ranks(chain: ChainSpec, make: MakeWorker) -> Case:
+    """One command for all, with what any of them needs; where they will run is not known."""
+    tops = [make(2).model_copy(update={"module": f"top.{n}", "replica": n}) for n in (1, 2)]
+    tops = [one.model_copy(update={"replicas": 2, "backend": "gloo"}) for one in tops]
+    workers = make(0), make(1, device="cuda"), *tops
+    settings = replace(SETTINGS, scheduler="mpi", resume="40")
+    return _linked(chain, interface="ib0"), workers, settings, BOXES
 
 
-def test_threads_are_the_modules(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
-    several = (workers[0].model_copy(update={"cpus": 6}), *workers[1:])
-    counts = [worker.environment["OMP_NUM_THREADS"] for worker in plan_of(chain, several).workers]
-    assert counts == ["6", "1", "1"]
+CASES = (processes, containers, by_hand, hosts, job, ranks)
 
 
-def test_containers(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
-    devices = ["cuda:1", "rocm", "cpu"]
-    placed = tuple(
-        worker.model_copy(update={"device": device})
-        for worker, device in zip(workers, devices, strict=True)
-    )
-    extra = Mount("/scratch", "/scratch", read_only=False)
-    plan = plan_of(
-        chain,
-        placed,
-        backend="apptainer",
-        tool=Apptainer(Path("/usr/bin/apptainer"), "apptainer", (1, 4, 5)),
-        images={worker.module: Path(f"/img/{worker.module}.sif") for worker in workers},
-        data=Path("/sets/a,b/x.npz"),
-        files=[Path("/sets/a,b/x.npz")],
-        mounts=(extra,),
-    )
-    start = ["/usr/bin/apptainer", "--quiet", "run", "--no-eval", "--no-home"]
-    start += ["--no-mount", "cwd", "--pwd", "/"]
-
-    def run(module: str) -> list[str]:
-        """Its own files to read, folders to write to, and nothing else of the run."""
-        read = [("container", ""), ("run.json", "/run.json")]
-        read += [(path, f"/{path}") for path in (f"specs/{module}.json", "control")]
-        folders = ("endpoints", "workers", "metrics", "checkpoints", "snapshots", "ledger")
-        ways = [f"source=/runs/a b/{path},destination=/dni/run{to},ro" for path, to in read]
-        ways += [f"source=/runs/a b/{name},destination=/dni/run/{name}" for name in folders]
-        return [word for way in ways for word in ("--mount", f"type=bind,{way}")]
-
-    sockets = ["--mount", "type=bind,source=/run/user/1/dni-0,destination=/dni/ipc"]
-    data = ["--mount", 'type=bind,"source=/sets/a,b",destination=/dni/data,ro']
-    scratch = ["--mount", "type=bind,source=/scratch,destination=/scratch"]
-
-    def arguments(module: str) -> list[str]:
-        return [
-            *("--run", "/dni/run", "--module", module, "--ipc", "/dni/ipc"),
-            *("--first", "1"),
-        ]
-
-    assert [worker_argv(worker) for worker in plan.workers] == [
-        [
-            *start, "--nv", *run("bottom"), *sockets, *data, *scratch, "/img/bottom.sif",
-            *arguments("bottom"), "--data", "/dni/data/x.npz",
-        ],
-        [
-            *start, "--rocm", *run("middle"), *sockets, *scratch, "/img/middle.sif",
-            *arguments("middle"),
-        ],
-        [*start, *run("top"), *sockets, *scratch, "/img/top.sif", *arguments("top")],
-    ]  # fmt: skip
-    for worker in plan.workers:
-        assert worker.environment == {**THREADS, "PYTHONFAULTHANDLER": "1"}
-        assert worker.log == f"/runs/a b/logs/{worker.module}.1.log"
-        assert worker.image == f"/img/{worker.module}.sif"
+def _plain(document: Any) -> Any:
+    """Return a document without what is not set."""
+    if isinstance(document, dict):
+        return {key: _plain(it) for key, it in document.items() if it not in (None, "", [], {})}
+    return [_plain(it) for it in document] if isinstance(document, list) else document
 
 
-def test_a_container_sees_the_half_of_the_data_that_its_worker_reads(
-    chain: ChainSpec, workers: tuple[WorkerSpec, ...]
+@pytest.fixture
+def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job on two nodes."""
+    program = tmp_path / "scontrol"
+    program.write_text("#!/bin/sh\necho n1\necho n2\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("DNI_SCRATCH", "/scratch/7")
+
+
+@pytest.mark.usefixtures("allocation")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_whole_plans(
+    case: Callable[[ChainSpec, MakeWorker], Case], chain: ChainSpec, make_worker: MakeWorker
 ) -> None:
-    where = {
-        "backend": "apptainer",
-        "tool": Apptainer(Path("/a"), "apptainer", (1, 4, 5)),
-        "images": {worker.module: Path("/i.sif") for worker in workers},
-        "data": Path("/hospital"),
-        "labels": Path("/insurer/y.npz"),
-        "files": [Path("/insurer/y.npz")],
-    }
-    tail = workers[-1].tail
-    assert tail is not None
-    halves = DataSpec.model_validate({"dataset": "npz", "labels": {"path": "/insurer/y.npz"}})
-    for data, folder, path in (
-        (None, None, None),
-        (DataSpec.model_validate({"labels": "tail"}), "/hospital", "/dni/data"),
-        (halves.of_labels, "/insurer", "/dni/data/y.npz"),
-    ):
-        last = workers[-1].model_copy(update={"tail": tail.model_copy(update={"labels": data})})
-        plan = plan_of(chain, (*workers[:-1], last), **where)
-        seen = [
-            next((one.source for one in worker.mounts if one.target == "/dni/data"), None)
-            for worker in plan.workers
-        ]
-        assert seen == ["/hospital", None, folder]
-        argv = worker_argv(plan.workers[-1])
-        assert argv[argv.index("--data") + 1 :] == [path] if path else "--data" not in argv
-
-
-def test_a_container_gets_its_own_key_and_its_neighbours_public_ones(
-    chain: ChainSpec, workers: tuple[WorkerSpec, ...]
-) -> None:
-    chain = chain.model_copy(update={"links": chain.links.model_copy(update={"transport": "tcp"})})
-    placed = (*workers[:2], workers[2].model_copy(update={"initial": True}))
-    where = {
-        "backend": "apptainer",
-        "tool": Apptainer(Path("/a"), "apptainer", (1, 4, 5)),
-        "images": {worker.module: Path("/i.sif") for worker in workers},
-    }
-    plan = plan_of(chain, placed, **where)
-    seen = [
-        {m.target.removeprefix("/dni/run/") for m in worker.mounts if m.read_only}
-        for worker in plan.workers
-    ]
-    keys = [
-        {"keys/bottom.key", "keys/bottom.pub", "keys/middle.pub"},
-        {"keys/bottom.pub", "keys/middle.key", "keys/middle.pub", "keys/top.pub"},
-        {"keys/middle.pub", "keys/top.key", "keys/top.pub"},
-    ]
-    assert [{name for name in one if name.startswith("keys/")} for one in seen] == keys
-    assert ["initial/top.safetensors" in one for one in seen] == [False, False, True]
-    by_hand = plan_of(chain, placed, **where, supervised=False)
-    assert {m.target for worker in by_hand.workers for m in worker.mounts} == {
-        "/dni/run", "/dni/ipc",
-    }  # fmt: skip
-
-
-def test_auto_device_may_use_a_gpu(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
-    plan = plan_of(
-        chain,
-        (workers[1].model_copy(update={"device": "auto"}),),
-        backend="apptainer",
-        tool=Apptainer(Path("/a"), "apptainer", (1, 4, 5)),
-        images={"middle": Path("/img/m.sif")},
-    )
-    argv = worker_argv(plan.workers[0])
-    assert "--nv" in argv
-    assert "--rocm" not in argv
-
-
-def test_same_arguments_same_plan(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
-    assert plan_of(chain, workers) == plan_of(chain, workers)
-
-
-def test_json_round_trip(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
-    plan = plan_of(
-        chain,
-        workers,
-        backend="apptainer",
-        tool=Apptainer(Path("/a"), "apptainer", (1, 4, 5)),
-        images={worker.module: Path("/i.sif") for worker in workers},
-    )
+    chain, workers, settings, site = case(chain, make_worker)
+    scheduler = SCHEDULERS[settings.scheduler]
+    plan = scheduler.plan(chain, workers, settings, site)
     assert LaunchPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    document = _plain(plan.to_json())
+    for worker, written in zip(plan.workers, document["workers"], strict=True):
+        del written["by_rank"], written["gained"]
+        written.pop("mounts", None)  # the command has them all
+        written["command"] = shlex.join(scheduler.command(worker))
+    text = json.dumps(document, indent=1) + "\n"
+    sockets = socket_path(settings.run, Path("/tmp"))  # its name has the user's number
+    for here, name in (
+        (this_version(), "VERSION"),
+        (sockets, "/tmp/SOCKETS"),
+        (child.__file__, "CHILD"),
+    ):
+        text = text.replace(str(here), name)
+    file = GOLDEN / f"{case.__name__}.json"
+    if "DNI_WRITE_PLANS" in os.environ:
+        file.write_text(text)
+    assert json.loads(text) == json.loads(file.read_text())
 
 
 def test_not_a_plan() -> None:
@@ -215,28 +164,12 @@ def test_not_a_plan() -> None:
     assert "dnictl resume" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("backend", ["process", "apptainer"])
+@pytest.mark.parametrize("site", [HERE, BOXES])
 def test_the_next_start_of_a_worker(
-    chain: ChainSpec, workers: tuple[WorkerSpec, ...], backend: str
+    chain: ChainSpec, workers: tuple[WorkerSpec, ...], site: Site
 ) -> None:
-    where = {
-        "backend": backend,
-        "tool": Apptainer(Path("/usr/bin/apptainer"), "apptainer", (1, 4, 5)),
-        "images": {name: Path(f"/images/{name}.sif") for name in ("bottom", "middle", "top")},
-    }
-    worker = plan_of(chain, workers, **where).workers[1]
+    worker = make_plan(chain, workers, SETTINGS, site).workers[1]
     again = worker.again(4)
-    assert again == replace(worker, attempt=4, log=f"{RUN}/logs/middle.4.log")
-    words = iter(worker_argv(again))
-    assert all(word in words for word in worker_argv(worker))
-    assert {*worker_argv(again)} - {*worker_argv(worker)} == {"--attempt", "4"}
+    assert again == replace(worker, attempt=4, log="/runs/a b/logs/middle.4.log")
     together = again.again(5, resume="78")
     assert (together.resume, together.first) == ("78", 5)
-
-
-def test_restarts_are_those_of_the_chain(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
-    plan = plan_of(chain, workers)
-    rules = RestartPlan(policy="on-failure", limit=10, backoff_s=0.5, healthy_s=60)
-    assert plan.restart == rules
-    waits = (workers[0].model_copy(update={"max_late": 0}), *workers[1:])
-    assert plan_of(chain, waits).restart == replace(rules, scope="chain")

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from dni_runtime.errors import DataError, SpecError
+from dni_runtime.launch.planning import plan_run
 from dni_runtime.launch.prepare import prepare
-from dni_runtime.launch.settings import LaunchSettings, make_plan
+from dni_runtime.launch.settings import StartSettings
 
 CHAIN = """\
 name: small
@@ -59,10 +60,7 @@ def test_each_replica_of_the_head_may_have_data_of_its_own(tmp_path: Path) -> No
     save(2, 8)
     prepared = prepare(path)
     assert prepared.total_steps == 2
-    settings = LaunchSettings(
-        run=tmp_path / "run", backend="process", sockets=tmp_path / "ipc", data=prepared.data
-    )
-    plan = make_plan(prepared.chain, prepared.replicas, settings)
+    plan = plan_run(prepared, StartSettings(tmp_path / "run", "process")).plan
     assert [one.data for one in plan.workers] == [str(own / "1.npz"), str(own / "2.npz"), None]
 
 

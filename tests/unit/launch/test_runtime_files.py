@@ -14,7 +14,7 @@ from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.runtime_files import prepare_runtime_files, remove_runtime_files
-from dni_runtime.launch.settings import LaunchSettings, make_plan
+from dni_runtime.launch.settings import Site, StartSettings, make_plan
 
 
 def test_what_containers_see_is_there_to_be_mounted(
@@ -26,9 +26,9 @@ def test_what_containers_see_is_there_to_be_mounted(
     plan = make_plan(
         prepared.chain.model_copy(update={"links": links}),
         prepared.workers,
-        LaunchSettings(
-            run=run.root,
-            backend="apptainer",
+        StartSettings(run.root),
+        Site(
+            "apptainer",
             sockets=sockets,
             tool=Apptainer(Path("/apptainer"), "apptainer", (1, 4, 5)),
             images=images,

@@ -14,7 +14,7 @@ from dni_runtime.errors import SpecError, UnavailableError, UsageError
 from dni_runtime.launch import child
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.runtimes import on_node
-from dni_runtime.launch.settings import LaunchSettings
+from dni_runtime.launch.settings import Site, StartSettings
 from dni_runtime.launch.ssh import Ssh, parse_hosts
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
@@ -29,11 +29,8 @@ def chain(chain: ChainSpec) -> ChainSpec:
 def plan_of(
     chain: ChainSpec, workers: tuple[WorkerSpec, ...], root: Path, *hosts: str
 ) -> LaunchPlan:
-    settings = LaunchSettings(
-        run=root / "runs" / "a b", backend="process", sockets=root, python=sys.executable,
-        hosts=hosts,
-    )  # fmt: skip
-    return Ssh().plan(chain, workers, settings)
+    settings = StartSettings(root / "runs" / "a b", scheduler="ssh", hosts=hosts)
+    return Ssh().plan(chain, workers, settings, Site("process", python=sys.executable))
 
 
 def test_hosts_in_a_list() -> None:
@@ -49,17 +46,6 @@ def test_what_is_no_list_of_hosts(text: str, problem: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_hosts(text)
     assert problem in caught.value.message
-
-
-def test_neighbours_stay_together(
-    chain: ChainSpec, workers: tuple[WorkerSpec, ...], tmp_path: Path
-) -> None:
-    plan = plan_of(chain, workers, tmp_path, "a", "b")
-    links = [(worker.node, worker.transport, worker.interface) for worker in plan.workers]
-    assert links == [("a", None, None), ("a", "ipc", None), ("b", "tcp", "10.0.0.0/24")]
-    assert plan.scheduler == "ssh"
-    assert plan.keys  # links between hosts are encrypted
-    assert LaunchPlan.from_json(plan.to_json()) == plan
 
 
 def test_chains_that_do_not_fit_the_hosts(
