@@ -43,7 +43,7 @@ COMMANDS = {
     "up": "dnictl.start",
     "submit": "dnictl.submit",
     "plan": "dnictl.submit",
-    "mpi": "dnictl.mpi",
+    "mpi": "dnictl.start",
     "profile": "dnictl.submit",
     "run": "dnictl.start",
     "resume": "dnictl.start",

@@ -152,9 +152,9 @@ def print_json(document: Any) -> None:
 
 def site_for(prepared: Prepared, settings: StartSettings) -> Site:
     """Check what this host, or a cluster that shares its files, offers a run."""
-    from dni_runtime.launch.planning import site_of
+    from dni_runtime.launch.host import check_host
 
-    site = site_of(prepared.written, prepared.workers, settings, prepared.data, prepared.locate)
+    site = check_host(prepared.written, prepared.workers, settings, prepared.data, prepared.locate)
     _show_notices(site)
     return site
 

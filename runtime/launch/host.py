@@ -6,6 +6,7 @@ What a host has in general, whatever the chain, is examined in ``launch/doctor.p
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,7 +22,8 @@ from dni_runtime.image.layers import MODULE_JSON
 from dni_runtime.image.lock import LOCK_NAME, read_lock
 from dni_runtime.launch.doctor import gpu_devices, usable_apptainer
 from dni_runtime.launch.plan import Backend
-from dni_runtime.launch.settings import Site
+from dni_runtime.launch.settings import Site, StartSettings
+from dni_runtime.rundir import socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.data import own_path
 
@@ -41,19 +43,14 @@ _LIBRARY_FOLDERS = ("usr/lib64", "lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/a
 def check_host(
     chain: ChainSpec,
     workers: Sequence[WorkerSpec],
-    *,
-    # auto: Apptainer, if it and the images are there
-    wanted: Literal["auto", "process", "apptainer"],
-    images: Path,  # their folder
+    settings: StartSettings,
     data: Path | None,  # folder or file
     locate: Locator,
-    elsewhere: bool = False,
-    interface: str | None = None,  # of links between hosts, if the chain names none
 ) -> Site:
     """Check whether a run can start on this host, and choose its backend.
 
-    If the workers run ``elsewhere``, their devices and addresses are not checked; all files are on
-    a shared file system.
+    If the workers run elsewhere, their devices and addresses are not checked; all files are on a
+    shared file system.
     """
     heads = range(1, workers[0].replicas + 1)
     paths = [] if data is None else list(dict.fromkeys(own_path(data, one) for one in heads))
@@ -69,21 +66,25 @@ def check_host(
             f"{locate('data', 'labels')}: {str(labels)!r} does not exist",
             hint="set data.labels.path",
         )
-    site = _choose(workers, wanted, images, chain.image.require_signed)
-    warning = exposure(chain, interface)
+    site = _choose(workers, settings, chain.image.require_signed)
+    job = settings.job
+    warning = exposure(chain, None if job is None else job.settings.interface)
     site = replace(
         site,
         data=data,
         files=tuple(one for one in (*paths, labels) if one is not None and one.is_file()),
         notices=(*(() if warning is None else (f"warning: {warning}",)), *site.notices),
+        sockets=socket_path(settings.run),
+        python=sys.executable,
+        python_path=os.environ.get("PYTHONPATH", ""),
     )
-    if not elsewhere:
+    if not settings.elsewhere:
         check_devices(chain, workers, site.backend, locate)
         if chain.links.transport == "tcp":
             _check_addresses(workers, locate)
     if site.backend == "process":
         return site
-    devices = () if elsewhere else infiniband_mounts(chain.infiniband)
+    devices = () if settings.elsewhere else infiniband_mounts(chain.infiniband)
     return replace(site, mounts=(*_chain_mounts(chain, locate), *devices))
 
 
@@ -132,8 +133,9 @@ def _chain_mounts(chain: ChainSpec, locate: Locator) -> Iterator[Mount]:
 
 
 def _choose(
-    workers: Sequence[WorkerSpec], wanted: str, images: Path, require_signed: bool | str
+    workers: Sequence[WorkerSpec], settings: StartSettings, require_signed: bool | str
 ) -> Site:
+    wanted, images = settings.backend, settings.images
     if wanted == "process":
         return Site("process")
     try:

@@ -16,12 +16,11 @@ from dni_runtime.documents.reports import ENDED, Report
 from dni_runtime.documents.state import ModuleState, RunState, process_birth
 from dni_runtime.errors import DivergedError, StoppedError, UsageError, WorkerError
 from dni_runtime.files import written_lately
-from dni_runtime.launch.local import Local
+from dni_runtime.launch.local import Scheduler
 from dni_runtime.launch.plan import SOCKETS_TARGET, LaunchPlan, WorkerPlan
 from dni_runtime.launch.runtimes import worker_argv
-from dni_runtime.launch.settings import Site, StartSettings, make_plan
+from dni_runtime.launch.settings import StartRequest, make_plan
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import replicas_of
 
@@ -29,18 +28,11 @@ _CODES = {"finished": 0, "stopped": StoppedError.exit_code}
 _SILENCE_S = 90.0  # a shared file system may show a report late
 
 
-class Mpi(Local):
+class Mpi(Scheduler):
     """Workers that find their modules by rank."""
 
-    elsewhere = True
-
-    def plan(
-        self,
-        chain: ChainSpec,
-        workers: Sequence[WorkerSpec],
-        settings: StartSettings,
-        site: Site,
-    ) -> LaunchPlan:
+    def plan(self, request: StartRequest) -> LaunchPlan:
+        chain, workers = request.chain, request.workers
         if workers[0].replicas > 1 and chain.data.own:
             raise UsageError(
                 f"the replicas of {module_of(workers[0].module)!r} have data of their own, but all "
@@ -49,8 +41,9 @@ class Mpi(Local):
             )
         if chain.links.transport == "auto" and chain.links.interface is not None:
             # where the ranks will run is not known
-            site = replace(site, links={one.module: ("tcp", None) for one in workers})
-        plan = make_plan(chain, workers, settings, site)
+            links = {one.module: ("tcp", None) for one in workers}
+            request = replace(request, site=replace(request.site, links=links))
+        plan = make_plan(request)
         # All ranks have the same command: any image of the chain, and what any worker needs.
         mounts = dict.fromkeys(mount for worker in plan.workers for mount in worker.mounts)
         rank = replace(

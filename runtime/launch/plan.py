@@ -53,7 +53,6 @@ class WorkerPlan(WorkerStart):
     log: str = ""  # file for its output
     # extends that of the starting process
     environment: dict[str, str] = field(default_factory=dict)
-    backend: Backend = "process"
     python: str = "python3"  # on its host
     tool: Apptainer | None = None
     image: str | None = None  # path; None: no container

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dni_runtime.launch.host import Locator, check_host
+from dni_runtime.launch.host import check_host
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.prepare import Prepared, location_in
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.schedulers import SCHEDULERS
-from dni_runtime.launch.settings import Site, StartSettings
-from dni_runtime.rundir import RunDir, socket_path
-from dni_runtime.spec import ChainSpec, WorkerSpec
+from dni_runtime.launch.settings import Site, StartRequest, StartSettings
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec.replicas import workers_of
 
 if TYPE_CHECKING:  # it imports what starts workers
@@ -57,9 +54,9 @@ class PlannedRun:
 
 def plan_run(prepared: Prepared, settings: StartSettings) -> PlannedRun:
     """Plan the first start of a run; writes nothing."""
-    site = site_of(prepared.written, prepared.workers, settings, prepared.data, prepared.locate)
-    scheduler = SCHEDULERS[settings.scheduler]
-    plan = scheduler.plan(prepared.chain, prepared.replicas, settings, site)
+    site = check_host(prepared.written, prepared.workers, settings, prepared.data, prepared.locate)
+    request = StartRequest(prepared.chain, prepared.replicas, settings, site)
+    plan = SCHEDULERS[settings.scheduler].plan(request)
     return PlannedRun(prepared, settings, site, plan)
 
 
@@ -83,31 +80,6 @@ def plan_again(
         resume=resume,
     )
     locate = partial(location_in, record.run.chain_file)
-    site = site_of(chain, workers, settings, record.data, locate)
-    return SCHEDULERS[record.scheduler].plan(chain, workers_of(workers), settings, site)
-
-
-def site_of(
-    chain: ChainSpec,
-    workers: tuple[WorkerSpec, ...],  # of the modules
-    settings: StartSettings,
-    data: Path | None,  # folder or file of the head's data
-    locate: Locator,
-) -> Site:
-    """Check what this host, or a cluster that shares its files, offers a run."""
-    site = check_host(
-        chain,
-        workers,
-        wanted=settings.backend,
-        images=settings.images,
-        data=data,
-        locate=locate,
-        elsewhere=SCHEDULERS[settings.scheduler].elsewhere,
-        interface=None if settings.job is None else settings.job.settings.interface,
-    )
-    return replace(
-        site,
-        sockets=socket_path(settings.run),
-        python=sys.executable,
-        python_path=os.environ.get("PYTHONPATH", ""),
-    )
+    site = check_host(chain, workers, settings, record.data, locate)
+    request = StartRequest(chain, workers_of(workers), settings, site)
+    return SCHEDULERS[record.scheduler].plan(request)

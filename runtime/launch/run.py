@@ -20,10 +20,11 @@ from dni_runtime.files import write_json
 from dni_runtime.launch.checkpointed import Checkpointed
 from dni_runtime.launch.figures import MetricsReader, RunFigures
 from dni_runtime.launch.journal import failure
+from dni_runtime.launch.local import Scheduler
 from dni_runtime.launch.pace import balance_of
 from dni_runtime.launch.records import Record, find_run, list_runs
 from dni_runtime.launch.scaling import ask_for, wanted_replicas
-from dni_runtime.launch.schedulers import SCHEDULERS, Scheduler, read_state, read_states
+from dni_runtime.launch.schedulers import SCHEDULERS, read_state, read_states
 from dni_runtime.lines import LineReader
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import replicas_of
@@ -490,6 +491,7 @@ class Run(Checkpointed):
         """
         self.check_trusted()
         from dni_runtime.launch.plan import LaunchPlan
+        from dni_runtime.launch.planning import plan_again
         from dni_runtime.launch.start import Launch, take
 
         lease = take(self.directory)
@@ -497,8 +499,13 @@ class Run(Checkpointed):
         adopt = state if state.phase == "unsupervised" and state.here else None
         if adopt is not None:
             return Launch(self.directory, LaunchPlan.read(self.directory), lease, adopt)
-        plan = self.scheduler.take_over(self.record, state)
-        return None if plan is None else Launch.of(self.directory, plan, lease)
+        if state.phase == "finished" and self.job is not None:  # the job was requeued
+            return None
+        if self.scheduler.take_over(self.record):
+            plan = plan_again(self.record, attempt=state.last_attempt + 1)
+        else:
+            plan = LaunchPlan.read(self.directory)
+        return Launch.of(self.directory, plan, lease)
 
 
 def runs_in(folder: Path | str) -> list[tuple[Run, RunState]]:

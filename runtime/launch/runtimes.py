@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from dni_runtime.image.apptainer import run_argv
-from dni_runtime.launch.plan import (
-    DATA_TARGET,
-    RUN_TARGET,
-    SOCKETS_TARGET,
-    Backend,
-    WorkerPlan,
-)
+from dni_runtime.launch.plan import DATA_TARGET, RUN_TARGET, SOCKETS_TARGET, WorkerPlan
 
 # Creates the worker's folders by a shell on its node, which may not be the supervisor's. The socket
 # folder must be private to this user; the scratch folder may belong to root.
@@ -29,7 +22,7 @@ _MAKE_FOLDERS = (
 
 def worker_argv(worker: WorkerPlan) -> list[str]:
     """Return the command of a worker on its host."""
-    return list(RUNTIMES[worker.backend](worker))
+    return process_argv(worker) if worker.image is None else apptainer_argv(worker)
 
 
 def on_node(worker: WorkerPlan) -> list[str]:
@@ -61,9 +54,3 @@ def apptainer_argv(worker: WorkerPlan) -> list[str]:
         rocm=worker.gpu == "rocm",
         extra=worker.container_args,
     )
-
-
-RUNTIMES: Mapping[Backend, Callable[[WorkerPlan], Sequence[str]]] = {
-    "process": process_argv,
-    "apptainer": apptainer_argv,
-}

@@ -49,6 +49,11 @@ class StartSettings:
     log_level: str = "info"  # of the workers
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether the workers run on other hosts, which share the files of this one."""
+        return self.scheduler != "local"
+
+    @property
     def by_rank(self) -> bool:
         """Whether one launcher starts all workers, by one command."""
         return self.scheduler == "mpi"
@@ -84,10 +89,20 @@ class Site:
     scratch: str = ""  # folder for temporary files on the worker's node, or empty
 
 
-def make_plan(
-    chain: ChainSpec, workers: Sequence[WorkerSpec], settings: StartSettings, site: Site
-) -> LaunchPlan:
-    """Plan the start of all workers, given head first; the plan depends on the arguments alone."""
+@dataclass(frozen=True)
+class StartRequest:
+    """What a start is planned from; the plan depends on it alone."""
+
+    chain: ChainSpec  # with all defaults filled in
+    workers: Sequence[WorkerSpec]  # of all replicas, head first
+    settings: StartSettings
+    site: Site
+
+
+def make_plan(request: StartRequest) -> LaunchPlan:
+    """Plan the start of all workers."""
+    chain, workers = request.chain, request.workers
+    settings, site = request.settings, request.site
     changing = [
         one.name
         for one in chain.modules
@@ -113,7 +128,7 @@ def make_plan(
         backend=site.backend,
         sockets=str(site.sockets),
         stop_grace_s=chain.stop_grace_s,
-        workers=tuple(_worker_plan(chain, worker, settings, site, keys) for worker in workers),
+        workers=tuple(_worker_plan(worker, request, keys) for worker in workers),
         sources={one.module: tuple(link.source for link in one.links_in) for one in workers},
         keys=keys,
         scheduler=settings.scheduler,
@@ -130,10 +145,9 @@ def make_plan(
     )
 
 
-def _worker_plan(
-    chain: ChainSpec, worker: WorkerSpec, settings: StartSettings, site: Site, keys: bool
-) -> WorkerPlan:
-    run, data = RunDir(settings.run), _read_by(worker, chain, site)
+def _worker_plan(worker: WorkerSpec, request: StartRequest, keys: bool) -> WorkerPlan:
+    settings, site = request.settings, request.site
+    run, data = RunDir(settings.run), _read_by(worker, request)
     transport, interface = site.links.get(worker.module, (None, None))
     plan = WorkerPlan(
         run=str(settings.run),
@@ -148,7 +162,6 @@ def _worker_plan(
         data=None if data is None else str(data),
         log=str(run.log(worker.module, settings.attempt)),
         environment=_environment(worker),
-        backend=site.backend,
         python=site.python,
         scratch=site.scratch,
     )
@@ -158,7 +171,7 @@ def _worker_plan(
             plan,
             tool=site.tool,
             image=str(site.images[module_of(worker.module)]),
-            mounts=_mounts(worker, settings, site, data, keys),
+            mounts=_mounts(worker, request, data, keys),
             # Without a GPU Apptainer only warns, which is right for 'auto'; if a GPU is
             # requested, the worker itself refuses to run without it.
             gpu="rocm" if kind == "rocm" else "cuda" if kind in ("cuda", "auto") else None,
@@ -174,13 +187,14 @@ def _worker_plan(
     return replace(plan, environment=environment)
 
 
-def _read_by(worker: WorkerSpec, chain: ChainSpec, site: Site) -> Path | None:
+def _read_by(worker: WorkerSpec, request: StartRequest) -> Path | None:
     """Return folder or file of the data that a worker reads; None if it reads or needs none."""
+    data = request.site.data
     if worker.head is not None:
-        return None if site.data is None else own_path(site.data, worker.replica)
+        return None if data is None else own_path(data, worker.replica)
     if worker.tail is None or worker.tail.labels is None:
         return None
-    return chain.data.labels_path if worker.tail.labels.splits else site.data
+    return request.chain.data.labels_path if worker.tail.labels.splits else data
 
 
 def _run_mounts(worker: WorkerSpec, run: RunDir, keys: bool) -> list[Mount]:
@@ -204,8 +218,9 @@ def _run_mounts(worker: WorkerSpec, run: RunDir, keys: bool) -> list[Mount]:
 
 
 def _mounts(
-    worker: WorkerSpec, settings: StartSettings, site: Site, data: Path | None, keys: bool
+    worker: WorkerSpec, request: StartRequest, data: Path | None, keys: bool
 ) -> tuple[Mount, ...]:
+    settings, site = request.settings, request.site
     if settings.supervised:
         mounts = _run_mounts(worker, RunDir(settings.run), keys)
     else:

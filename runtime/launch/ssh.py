@@ -17,14 +17,13 @@ from pathlib import Path
 
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.launch import child
-from dni_runtime.launch.local import Local
+from dni_runtime.launch.local import Scheduler
 from dni_runtime.launch.placement import check_links, link_kinds, needs_of, place, wanted_placement
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import LocalStarter, Starter
 from dni_runtime.launch.runtimes import on_node
-from dni_runtime.launch.settings import Site, StartSettings, make_plan
+from dni_runtime.launch.settings import StartRequest, make_plan
 from dni_runtime.rundir import socket_path
-from dni_runtime.spec import ChainSpec, WorkerSpec
 
 _TIMEOUT_S = 60.0
 _OPTIONS = (
@@ -51,27 +50,19 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     return hosts
 
 
-class Ssh(Local):
+class Ssh(Scheduler):
     """Runs workers on hosts that ssh reaches, each by an ``ssh`` process of this host."""
 
-    elsewhere = True
-
-    def plan(
-        self,
-        chain: ChainSpec,
-        workers: Sequence[WorkerSpec],
-        settings: StartSettings,
-        site: Site,
-    ) -> LaunchPlan:
-        hosts = settings.hosts
+    def plan(self, request: StartRequest) -> LaunchPlan:
+        chain, workers, hosts = request.chain, request.workers, request.settings.hosts
         nodes = place(needs_of(chain, workers), wanted_placement(chain, len(hosts)))
         check_links(chain, workers, nodes, None, lambda *location: ".".join(map(str, location)))
         site = replace(
-            site,
-            sockets=socket_path(settings.run, Path("/tmp")),  # local on each host
+            request.site,
+            sockets=socket_path(request.settings.run, Path("/tmp")),  # local on each host
             links=link_kinds(chain, workers, None, nodes),
         )
-        plan = make_plan(chain, workers, settings, site)
+        plan = make_plan(replace(request, site=site))
         placed = [
             replace(worker, node=hosts[number])
             for worker, number in zip(plan.workers, nodes, strict=True)

@@ -10,21 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dni_runtime.documents.records import JobRecord
-from dni_runtime.documents.state import RunState
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.image.apptainer import Mount
 from dni_runtime.launch.host import infiniband_mounts
 from dni_runtime.launch.placement import link_kinds, needs_of
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
-from dni_runtime.launch.planning import plan_again
 from dni_runtime.launch.prepare import Prepared, importing_from
-from dni_runtime.launch.records import Record
-from dni_runtime.launch.settings import Site, StartSettings, make_plan
+from dni_runtime.launch.settings import StartRequest, make_plan
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.nodes import nodes_of
 from dni_runtime.launch.slurm.profiles import load_profile
 from dni_runtime.launch.slurm.script import JobRequest
-from dni_runtime.launch.slurm.starter import end_steps
 from dni_runtime.launch.slurm.steps import step_args
 from dni_runtime.launch.slurm.submit import job_record, make_request
 from dni_runtime.rundir import RunDir, socket_path
@@ -68,11 +64,11 @@ def allocation_here(environ: Mapping[str, str] | None = None) -> Allocation | No
         ) from None
 
 
-def plan_in_allocation(
-    chain: ChainSpec, workers: Sequence[WorkerSpec], settings: StartSettings, site: Site
-) -> LaunchPlan:
-    """Plan a start of a run's workers, given head first, as steps of this process's job."""
-    allocation = _own_allocation(settings.run.name)
+def plan_in_allocation(request: StartRequest) -> LaunchPlan:
+    """Plan a start of a run's workers as steps of this process's job."""
+    chain, workers = request.chain, request.workers
+    settings, site = request.settings, request.site
+    allocation = own_allocation(settings.run.name)
     job = settings.job or JobRecord.load(RunDir(settings.run).job)
     assert job is not None
     count = max(job.nodes) + 1
@@ -98,20 +94,13 @@ def plan_in_allocation(
         container_args=profile.container_args,
         scratch=os.environ.get("DNI_SCRATCH", ""),
     )
-    plan = make_plan(chain, workers, replace(settings, log_level=job.log_level), site)
+    settings = replace(settings, log_level=job.log_level)
+    plan = make_plan(replace(request, settings=settings, site=site))
     return replace(plan, workers=_as_steps(plan, chain, workers, job, allocation))
 
 
-def plan_of_job(record: Record, state: RunState) -> LaunchPlan | None:
-    """Return the plan for this start of a run's job; None if the run has finished."""
-    allocation = _own_allocation(record.name)
-    if state.phase == "finished":
-        return None
-    end_steps(allocation.job, record.modules)  # of a supervisor that was killed
-    return plan_again(record, attempt=state.last_attempt + 1)
-
-
-def _own_allocation(run: str) -> Allocation:
+def own_allocation(run: str) -> Allocation:
+    """Return the allocation that this process runs in, for a run of a job."""
     allocation = allocation_here()
     if allocation is None:
         raise UsageError(

@@ -6,40 +6,32 @@ from collections.abc import Mapping, Sequence
 
 from dni_runtime.documents.records import JobRecord
 from dni_runtime.documents.state import RunState
-from dni_runtime.launch.local import Local
+from dni_runtime.launch.local import Scheduler
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Hosts, Starter
 from dni_runtime.launch.records import Record
-from dni_runtime.launch.settings import Site, StartSettings
+from dni_runtime.launch.settings import StartRequest
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.job import describe
 from dni_runtime.launch.slurm.nodes import JobNodes
-from dni_runtime.launch.slurm.starter import SlurmStarter
+from dni_runtime.launch.slurm.starter import SlurmStarter, end_steps
 from dni_runtime.launch.slurm.steps import step_argv
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec import ChainSpec, WorkerSpec
 
 
-class Slurm(Local):
+class Slurm(Scheduler):
     """Runs workers as steps of a job; its supervisor runs within the job."""
 
-    elsewhere = True
-
-    def plan(
-        self,
-        chain: ChainSpec,
-        workers: Sequence[WorkerSpec],
-        settings: StartSettings,
-        site: Site,
-    ) -> LaunchPlan:
+    def plan(self, request: StartRequest) -> LaunchPlan:
         from dni_runtime.launch.slurm.allocation import plan_in_allocation
 
-        return plan_in_allocation(chain, workers, settings, site)
+        return plan_in_allocation(request)
 
-    def take_over(self, record: Record, state: RunState) -> LaunchPlan | None:
-        from dni_runtime.launch.slurm.allocation import plan_of_job
+    def take_over(self, record: Record) -> bool:
+        from dni_runtime.launch.slurm.allocation import own_allocation
 
-        return plan_of_job(record, state)
+        end_steps(own_allocation(record.name).job, record.modules)  # of a killed supervisor
+        return True
 
     def command(self, worker: WorkerPlan) -> Sequence[str]:
         return step_argv(worker)

@@ -10,7 +10,7 @@ import pytest
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
-from dni_runtime.launch.settings import Site, StartSettings, make_plan
+from dni_runtime.launch.settings import Site, StartRequest, StartSettings, make_plan
 from dni_runtime.spec import (
     ChainSpec,
     Choice,
@@ -130,4 +130,4 @@ def plan(
 ) -> LaunchPlan:
     """A plan for the fresh run."""
     site = Site("process", sockets=tmp_path / "sockets")
-    return make_plan(chain, workers, StartSettings(record.run.root), site)
+    return make_plan(StartRequest(chain, workers, StartSettings(record.run.root), site))

@@ -22,7 +22,7 @@ from dni_runtime.launch.host import (
     exposure,
     infiniband_mounts,
 )
-from dni_runtime.launch.settings import Site
+from dni_runtime.launch.settings import Site, StartSettings
 from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
 from dni_runtime.spec.running import ReplicationSpec
 
@@ -35,13 +35,16 @@ def place(*location: str | int) -> str:
     return f"chain.yaml:7: {location}"
 
 
-def check(chain: ChainSpec, workers: tuple[WorkerSpec, ...], **changes: object) -> Site:
-    given = {"wanted": "process", "images": Path("images"), "data": None, "locate": place}
-    return check_host(chain, workers, **(given | changes))  # type: ignore[arg-type]
+def check(
+    chain: ChainSpec, workers: tuple[WorkerSpec, ...], data: Path | None = None, **settings: object
+) -> Site:
+    given = {"backend": "process"} | settings
+    return check_host(chain, workers, StartSettings(Path("/run"), **given), data, place)  # type: ignore[arg-type]
 
 
 def test_processes_need_nothing(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
-    assert check(chain, workers) == Site("process")
+    site = check(chain, workers)
+    assert (site.backend, site.mounts, site.notices) == ("process", (), ())
 
 
 def test_data_that_is_gone(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
@@ -58,11 +61,11 @@ def no_apptainer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_apptainer")
 def test_without_apptainer(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
-    site = check(chain, workers, wanted="auto")
+    site = check(chain, workers, backend="auto")
     assert site.backend == "process"
     assert "using the process backend" in site.notices[0]
     with pytest.raises(UnavailableError) as caught:
-        check(chain, workers, wanted="apptainer")
+        check(chain, workers, backend="apptainer")
     assert "not installed" in str(caught.value)
     assert "--backend process" in str(caught.value)
 
@@ -108,18 +111,18 @@ def write_images(
 @pytest.mark.usefixtures("apptainer")
 def test_with_images(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
     write_images(tmp_path / "images", workers)
-    site = check(chain, workers, wanted="auto", images=tmp_path / "images")
+    site = check(chain, workers, backend="auto", images=tmp_path / "images")
     assert (site.backend, site.tool, site.notices) == ("apptainer", TOOL, ())
     assert site.images == {w.module: tmp_path / "images" / f"{w.module}.sif" for w in workers}
 
 
 @pytest.mark.usefixtures("apptainer")
 def test_without_images(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
-    site = check(chain, workers, wanted="auto", images=tmp_path)
+    site = check(chain, workers, backend="auto", images=tmp_path)
     assert site.backend == "process"
     assert "dnictl build" in site.notices[0]
     with pytest.raises(UnavailableError, match="module 'bottom' has no image"):
-        check(chain, workers, wanted="apptainer", images=tmp_path)
+        check(chain, workers, backend="apptainer", images=tmp_path)
 
 
 @pytest.mark.usefixtures("apptainer")
@@ -130,7 +133,7 @@ def test_an_image_of_another_spec(
     write_images(tmp_path / "images", workers)
     changed = (*workers[:2], workers[2].model_copy(update={"seed": 1}))
     with pytest.raises(ImageError) as caught:
-        check(chain, changed, wanted=wanted, images=tmp_path / "images")
+        check(chain, changed, backend=wanted, images=tmp_path / "images")
     text = str(caught.value)
     assert "top.sif" in text
     assert "from another spec of module 'top'" in text
@@ -239,9 +242,9 @@ def test_root_runs_no_containers(
 ) -> None:
     write_images(tmp_path / "images", workers)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert check(chain, workers, wanted="auto", images=tmp_path / "images").backend == "process"
+    assert check(chain, workers, backend="auto", images=tmp_path / "images").backend == "process"
     with pytest.raises(UnavailableError, match="as root"):
-        check(chain, workers, wanted="apptainer", images=tmp_path / "images")
+        check(chain, workers, backend="apptainer", images=tmp_path / "images")
 
 
 def test_what_is_exposed_where_the_site_names_the_interface(chain: ChainSpec) -> None:
@@ -268,7 +271,7 @@ def test_mounts(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...
         mounts = [{"source": str(scratch), "target": "/scratch", "read_only": False}]
         document = chain.model_dump(mode="json") | {"mounts": mounts, "infiniband": "off"}
         other = ChainSpec.model_validate(document)
-        return check(other, workers, wanted="auto", images=tmp_path / "images")
+        return check(other, workers, backend="auto", images=tmp_path / "images")
 
     with pytest.raises(UnavailableError, match="does not exist and cannot be mounted"):
         mounted()

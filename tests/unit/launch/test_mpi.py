@@ -17,7 +17,7 @@ from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.run import Run
 from dni_runtime.launch.schedulers import read_state
-from dni_runtime.launch.settings import Site, StartSettings, make_plan
+from dni_runtime.launch.settings import Site, StartRequest, StartSettings, make_plan
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.modules import ElasticSpec
 
@@ -25,7 +25,7 @@ SITE = Site("process")
 
 
 def plan_of(chain: ChainSpec, workers: Sequence[WorkerSpec], root: Path) -> LaunchPlan:
-    return Mpi().plan(chain, workers, StartSettings(root, scheduler="mpi"), SITE)
+    return Mpi().plan(StartRequest(chain, workers, StartSettings(root, scheduler="mpi"), SITE))
 
 
 @pytest.mark.parametrize("place", [0, 1, -1])
@@ -44,8 +44,9 @@ def test_replicas_that_agree_are_started_together(
     assert command.startswith("mpirun -n 4 ")
     assert command.endswith(" --start $(date +%s)")
     with pytest.raises(UsageError, match=f"of '{name}' must be started together"):
-        make_plan(chain, several, StartSettings(tmp_path, by_hand=True), SITE)
-    assert make_plan(chain, several, StartSettings(tmp_path), SITE).restart.scope == "chain"
+        make_plan(StartRequest(chain, several, StartSettings(tmp_path, by_hand=True), SITE))
+    together = make_plan(StartRequest(chain, several, StartSettings(tmp_path), SITE))
+    assert together.restart.scope == "chain"
 
 
 def test_ranks_have_no_data_of_their_own(

@@ -21,7 +21,7 @@ from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch import child
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.schedulers import SCHEDULERS
-from dni_runtime.launch.settings import Site, StartSettings, make_plan
+from dni_runtime.launch.settings import Site, StartRequest, StartSettings, make_plan
 from dni_runtime.rundir import socket_path
 from dni_runtime.spec import ChainSpec, DataSpec, LinksSpec, WorkerSpec
 from dni_runtime.spec.profile import ProfileSpec
@@ -41,7 +41,6 @@ BOXES = replace(
     mounts=(Mount("/opt/site", "/opt/site", read_only=False),),
 )
 
-Case = tuple[ChainSpec, tuple[WorkerSpec, ...], StartSettings, Site]
 MakeWorker = Callable[..., WorkerSpec]
 
 
@@ -49,14 +48,16 @@ def _linked(chain: ChainSpec, **links: Any) -> ChainSpec:
     return chain.model_copy(update={"links": LinksSpec(**links)})
 
 
-def processes(chain: ChainSpec, make: MakeWorker) -> Case:
+def processes(chain: ChainSpec, make: MakeWorker) -> StartRequest:
     """The third start of a run, from a cut, with some threads for its head."""
     workers = make(0, cpus=6), make(1), make(2)
     site = replace(HERE, data=Path("/data/x"), python_path="/lib/p", scratch="/scratch/1")
-    return chain, workers, replace(SETTINGS, attempt=3, resume="120", log_level="debug"), site
+    return StartRequest(
+        chain, workers, replace(SETTINGS, attempt=3, resume="120", log_level="debug"), site
+    )
 
 
-def containers(chain: ChainSpec, make: MakeWorker) -> Case:
+def containers(chain: ChainSpec, make: MakeWorker) -> StartRequest:
     """Each with its GPU and its keys; the tail reads labels of another owner."""
     bottom, middle, top = make(0, device="cuda:1"), make(1, device="rocm"), make(2, device="auto")
     assert top.tail is not None
@@ -65,10 +66,10 @@ def containers(chain: ChainSpec, make: MakeWorker) -> Case:
     top = top.model_copy(update={"tail": tail, "initial": True})
     chain = _linked(chain, transport="tcp").model_copy(update={"data": labels})
     site = replace(BOXES, files=[*BOXES.files, Path("/insurer/y.npz")])
-    return chain, (bottom, middle, top), SETTINGS, site
+    return StartRequest(chain, (bottom, middle, top), SETTINGS, site)
 
 
-def by_hand(chain: ChainSpec, make: MakeWorker) -> Case:
+def by_hand(chain: ChainSpec, make: MakeWorker) -> StartRequest:
     """Containers that make their own files in the run directory; head and tail share their data."""
     bottom, middle, top = make(0), make(1), make(2)
     assert top.tail is not None
@@ -76,17 +77,19 @@ def by_hand(chain: ChainSpec, make: MakeWorker) -> Case:
     top = top.model_copy(update={"tail": top.tail.model_copy(update={"labels": data.of_labels})})
     chain = chain.model_copy(update={"data": data})
     settings = replace(SETTINGS, by_hand=True, resume="own")
-    return chain, (bottom, middle, top), settings, replace(BOXES, data=Path("/hospital"), files=())
+    return StartRequest(
+        chain, (bottom, middle, top), settings, replace(BOXES, data=Path("/hospital"), files=())
+    )
 
 
-def hosts(chain: ChainSpec, make: MakeWorker) -> Case:
+def hosts(chain: ChainSpec, make: MakeWorker) -> StartRequest:
     """Neighbours stay together; one module waits for its gradients, so all restart together."""
     workers = make(0).model_copy(update={"max_late": 0}), make(1), make(2)
     settings = replace(SETTINGS, scheduler="ssh", hosts=("a", "user@b"))
-    return _linked(chain, interface="10.0.0.0/24"), workers, settings, HERE
+    return StartRequest(_linked(chain, interface="10.0.0.0/24"), workers, settings, HERE)
 
 
-def job(chain: ChainSpec, make: MakeWorker) -> Case:
+def job(chain: ChainSpec, make: MakeWorker) -> StartRequest:
     """Steps of a job on two nodes of a site that has settings of its own."""
     workers = make(0), make(1, device="cuda"), make(2)
     profile = ProfileSpec(
@@ -94,16 +97,16 @@ def job(chain: ChainSpec, make: MakeWorker) -> Case:
     )
     record = JobRecord(job="7", nodes=(0, 1, 1), settings=profile, log_level="warning")
     settings = replace(SETTINGS, scheduler="slurm", job=record)
-    return chain.model_copy(update={"infiniband": "off"}), workers, settings, BOXES
+    return StartRequest(chain.model_copy(update={"infiniband": "off"}), workers, settings, BOXES)
 
 
-def ranks(chain: ChainSpec, make: MakeWorker) -> Case:
+def ranks(chain: ChainSpec, make: MakeWorker) -> StartRequest:
     """One command for all, with what any of them needs; where they will run is not known."""
     tops = [make(2).model_copy(update={"module": f"top.{n}", "replica": n}) for n in (1, 2)]
     tops = [one.model_copy(update={"replicas": 2, "backend": "gloo"}) for one in tops]
     workers = make(0), make(1, device="cuda"), *tops
     settings = replace(SETTINGS, scheduler="mpi", resume="40")
-    return _linked(chain, interface="ib0"), workers, settings, BOXES
+    return StartRequest(_linked(chain, interface="ib0"), workers, settings, BOXES)
 
 
 CASES = (processes, containers, by_hand, hosts, job, ranks)
@@ -131,11 +134,11 @@ def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("allocation")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_whole_plans(
-    case: Callable[[ChainSpec, MakeWorker], Case], chain: ChainSpec, make_worker: MakeWorker
+    case: Callable[[ChainSpec, MakeWorker], StartRequest], chain: ChainSpec, make_worker: MakeWorker
 ) -> None:
-    chain, workers, settings, site = case(chain, make_worker)
-    scheduler = SCHEDULERS[settings.scheduler]
-    plan = scheduler.plan(chain, workers, settings, site)
+    request = case(chain, make_worker)
+    scheduler = SCHEDULERS[request.settings.scheduler]
+    plan = scheduler.plan(request)
     assert LaunchPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     document = _plain(plan.to_json())
     for worker, written in zip(plan.workers, document["workers"], strict=True):
@@ -143,7 +146,7 @@ def test_whole_plans(
         written.pop("mounts", None)  # the command has them all
         written["command"] = shlex.join(scheduler.command(worker))
     text = json.dumps(document, indent=1) + "\n"
-    sockets = socket_path(settings.run, Path("/tmp"))  # its name has the user's number
+    sockets = socket_path(SETTINGS.run, Path("/tmp"))  # its name has the user's number
     for here, name in (
         (this_version(), "VERSION"),
         (sockets, "/tmp/SOCKETS"),
@@ -168,7 +171,7 @@ def test_not_a_plan() -> None:
 def test_the_next_start_of_a_worker(
     chain: ChainSpec, workers: tuple[WorkerSpec, ...], site: Site
 ) -> None:
-    worker = make_plan(chain, workers, SETTINGS, site).workers[1]
+    worker = make_plan(StartRequest(chain, workers, SETTINGS, site)).workers[1]
     again = worker.again(4)
     assert again == replace(worker, attempt=4, log="/runs/a b/logs/middle.4.log")
     together = again.again(5, resume="78")

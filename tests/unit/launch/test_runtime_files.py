@@ -14,7 +14,7 @@ from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.runtime_files import prepare_runtime_files, remove_runtime_files
-from dni_runtime.launch.settings import Site, StartSettings, make_plan
+from dni_runtime.launch.settings import Site, StartRequest, StartSettings, make_plan
 
 
 def test_what_containers_see_is_there_to_be_mounted(
@@ -23,17 +23,14 @@ def test_what_containers_see_is_there_to_be_mounted(
     run, sockets = record.run, tmp_path / "ipc"
     links = prepared.chain.links.model_copy(update={"transport": "tcp"})
     images = {name: Path(f"/{name}.sif") for name in record.modules}
-    plan = make_plan(
-        prepared.chain.model_copy(update={"links": links}),
-        prepared.workers,
-        StartSettings(run.root),
-        Site(
-            "apptainer",
-            sockets=sockets,
-            tool=Apptainer(Path("/apptainer"), "apptainer", (1, 4, 5)),
-            images=images,
-        ),
+    site = Site(
+        "apptainer",
+        sockets=sockets,
+        tool=Apptainer(Path("/apptainer"), "apptainer", (1, 4, 5)),
+        images=images,
     )
+    chain = prepared.chain.model_copy(update={"links": links})
+    plan = make_plan(StartRequest(chain, prepared.workers, StartSettings(run.root), site))
     for _start in range(2):
         prepare_runtime_files(run, plan)
         for mount in (mount for worker in plan.workers for mount in worker.mounts):

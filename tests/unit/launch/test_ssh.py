@@ -14,7 +14,7 @@ from dni_runtime.errors import SpecError, UnavailableError, UsageError
 from dni_runtime.launch import child
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.runtimes import on_node
-from dni_runtime.launch.settings import Site, StartSettings
+from dni_runtime.launch.settings import Site, StartRequest, StartSettings
 from dni_runtime.launch.ssh import Ssh, parse_hosts
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
@@ -30,7 +30,8 @@ def plan_of(
     chain: ChainSpec, workers: tuple[WorkerSpec, ...], root: Path, *hosts: str
 ) -> LaunchPlan:
     settings = StartSettings(root / "runs" / "a b", scheduler="ssh", hosts=hosts)
-    return Ssh().plan(chain, workers, settings, Site("process", python=sys.executable))
+    site = Site("process", python=sys.executable)
+    return Ssh().plan(StartRequest(chain, workers, settings, site))
 
 
 def test_hosts_in_a_list() -> None:

@@ -15,7 +15,7 @@ import pytest
 from dni_runtime.documents.state import RunPhase, RunState, process_birth
 from dni_runtime.errors import UsageError, WorkerError
 from dni_runtime.launch.lease import Lease, LeaseError
-from dni_runtime.launch.local import Local
+from dni_runtime.launch.local import Scheduler
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.schedulers import SCHEDULERS
@@ -23,7 +23,7 @@ from dni_runtime.launch.start import Launch, end_leftovers, take
 from dni_runtime.rundir import RunDir
 
 
-class Counting(Local):
+class Counting(Scheduler):
     """Counts how often it has cleaned up."""
 
     def __init__(self) -> None:
