@@ -326,7 +326,7 @@ def _print_plan(plan: LaunchPlan, as_json: bool) -> None:
         click.echo(f"# {node}: {', '.join(names)}")
     for planned, argv in zip(plan.workers, commands, strict=True):
         click.echo(f"\n# {planned.module}: log {planned.log}")
-        # another host gets it by the command
-        for name, value in planned.environment.items() if planned.node is None else ():
+        # with ssh it is part of the command
+        for name, value in planned.environment.items() if plan.scheduler != "ssh" else ():
             click.echo(f"{name}={shlex.quote(value)} \\")
         click.echo(shlex.join(argv))
