@@ -95,7 +95,7 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
     losses = [item.loss.name for item in prepared.chain.losses or ()]
     loss = " + ".join(losses) or prepared.chain.loss.name
     named = {module.name: module.inputs for module in prepared.chain.modules}
-    columns = [
+    columns: list[Column[WorkerSpec]] = [
         Column("module"),
         Column(
             "inputs",

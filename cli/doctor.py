@@ -192,7 +192,7 @@ def _measure_network(
         job = None if allocation is None else allocation.job
         print_json({"job": job, "links": [asdict(link) for link in links]})
     else:
-        columns = [
+        columns: list[Column[Measured]] = [
             Column("source", title="from"),
             Column("sink", title="to"),
             Column("transport", _over, title="over"),
@@ -246,7 +246,7 @@ def _lines(
     return network.lines_between(allocation.hosts, interface)
 
 
-def _throughput(size: int) -> Column:
+def _throughput(size: int) -> Column[Measured]:
     return quantity(f"MB/s at {size >> 20} MB", lambda link: link.mb_per_s.get(size), number)
 
 

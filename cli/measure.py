@@ -287,7 +287,7 @@ def _print(rows: list[Row], metric: str, target: float | None) -> None:
     aim = "time to target" if target is None else f"time to {metric} {target:.4f}"
     tested = any(row.test is not None for row in rows)
     shares = any(row.shared_bytes is not None for row in rows)
-    columns = [
+    columns: list[Column[Row]] = [
         Column("method"),
         quantity("mean", text=exact, title=metric),
         quantity("test", text=exact, title=f"test {metric}" if tested else ""),
@@ -311,7 +311,7 @@ def _reached(row: Row) -> str:
 
 
 def _print_modules(costs: list[ModuleCost]) -> None:
-    columns = [
+    columns: list[Column[ModuleCost]] = [
         Column("module"),
         quantity("forward_us", text=_median, title="forward"),
         quantity("backward_us", text=_median, title="backward"),

@@ -65,7 +65,7 @@ def ps(runs: Path, as_json: bool) -> None:
         tell(f"no runs in {str(runs)!r}")
         return
     now = time.time()
-    columns = [
+    columns: list[Column[RunFigures]] = [
         Column("run"),
         Column("state", text=state),
         quantity("epoch", lambda row: f"{row.epoch or 0}/{row.epochs}"),

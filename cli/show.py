@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import click
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dni_runtime.documents.metrics import Evaluation, Figure
     from dni_runtime.launch.figures import ModuleFigures, RunFigures
 
+Row = TypeVar("Row")
 _WIDE = 400
 
 # Control characters but newline and tab, and those that turn the direction of text.
@@ -53,17 +54,17 @@ def shown(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Column:
+class Column(Generic[Row]):
     """One figure of every row: its key in JSON, and its title and text in a table."""
 
     key: str  # in JSON
-    of: str | Callable[[Any], Any] | None = None  # attribute or function of a row; None: the key
+    of: str | Callable[[Row], Any] | None = None  # attribute or function of a row; None: the key
     text: Callable[[Any], RenderableType] = shown  # of the figure, in a table
     title: str | None = None  # in a table; None: the key; empty: it is only in JSON
     right: bool = False  # aligned, in a table
     in_json: bool = True
 
-    def figure(self, row: Any) -> Any:
+    def figure(self, row: Row) -> Any:
         """Return the figure of a row."""
         if callable(self.of):
             return self.of(row)
@@ -71,17 +72,25 @@ class Column:
         return row[name] if isinstance(row, Mapping) else getattr(row, name)
 
 
-quantity = partial(Column, right=True)
-"""A column of numbers."""
+def quantity(
+    key: str,
+    of: str | Callable[[Row], Any] | None = None,
+    text: Callable[[Any], RenderableType] = shown,
+    title: str | None = None,
+    *,
+    in_json: bool = True,
+) -> Column[Row]:
+    """Return a column of numbers."""
+    return Column(key, of, text, title, right=True, in_json=in_json)
 
 
-def documents(columns: Sequence[Column], rows: Iterable[Any]) -> list[dict[str, Any]]:
+def documents(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Return a JSON object for each row."""
     written = [column for column in columns if column.in_json]
     return [{column.key: column.figure(row) for column in written} for row in rows]
 
 
-def table(columns: Sequence[Column], rows: Iterable[Any]) -> Table:
+def table(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> Table:
     """Return a plain table."""
     from rich.table import Table
     from rich.text import Text
@@ -97,7 +106,7 @@ def table(columns: Sequence[Column], rows: Iterable[Any]) -> Table:
     return made
 
 
-def print_table(columns: Sequence[Column], rows: Iterable[Any]) -> None:
+def print_table(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> None:
     """Print a table to stdout."""
     console().print(table(columns, rows))
 
@@ -186,7 +195,7 @@ def modules_table(figures: RunFigures) -> Table:
             return figures.accuracy
         return module.evaluation.accuracy if module.evaluation else None
 
-    columns = [
+    columns: list[Column[ModuleFigures]] = [
         Column("module"),
         Column("host", title="" if figures.job is None else "node"),
         Column("state", lambda m: f"{m.state} ({m.signal})" if m.signal else m.state, state),
@@ -201,7 +210,7 @@ def modules_table(figures: RunFigures) -> Table:
     return table(columns, modules)
 
 
-def _column(figure: Figure) -> Column:
+def _column(figure: Figure) -> Column[ModuleFigures]:
     if figure.name == "waiting":
         return Column(figure.name, text=waits, title=figure.column)
     text: Callable[[Any], str] = partial(percent, digits=1) if figure.unit == "share" else number

@@ -106,7 +106,7 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
     )
     parts, warning = taken.parts, doubt(taken.parts)
     total = sum(part.busy_s for part in parts)
-    columns = [
+    columns: list[Column[Part]] = [
         Column("module", "name"),
         Column("after", title=""),
         Column("until", text=_end),
@@ -182,7 +182,7 @@ def balance(
     written = found.write(output, force=force) if wanted else None
     recut = found.recut
     parts, better, seconds = recut.parts, recut.better, recut.seconds
-    columns = [
+    columns: list[Column[int]] = [
         Column("module", lambda n: parts[n].name),
         Column("host", lambda n: found.hosts[n], lambda host: host or "?"),
         Column("until", lambda n: parts[n].until, _end),

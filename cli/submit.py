@@ -213,7 +213,10 @@ def list_profiles(as_json: bool) -> None:
     if as_json:
         print_json({name: str(path) for name, path in found.items()})
         return
-    columns = [Column("profile", lambda item: item[0]), Column("file", lambda item: item[1])]
+    columns: list[Column[tuple[str, Path]]] = [
+        Column("profile", lambda item: item[0]),
+        Column("file", lambda item: item[1]),
+    ]
     print_table(columns, found.items())
 
 
@@ -280,7 +283,7 @@ def _checked(script: str, options: list[str]) -> str:
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
-    columns = [
+    columns: list[Column[dict[str, Any]]] = [
         Column("module"),
         quantity("node"),
         Column("input"),

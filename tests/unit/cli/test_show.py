@@ -28,7 +28,7 @@ def test_the_reason_that_matters(waiting: Mapping[str, float], shown: str) -> No
 
 
 def test_a_table_and_its_json_follow_from_the_columns() -> None:
-    columns = [
+    columns: list[Column[SimpleNamespace]] = [
         Column("module", "name"),
         quantity("bytes", lambda row: row.size, "{:,}".format, title="size"),
         Column("hash", lambda row: "ab", title=""),
