@@ -23,7 +23,7 @@ from dni_runtime.link import Batch, InputLink, Marker, OutputLink
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import TailRole, parse_chain
 from dni_runtime.wire import Mark, Mode
-from dni_runtime.worker import report
+from dni_runtime.worker import metrics as worker_metrics
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
@@ -41,7 +41,7 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
     tmp_path: Path, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Upstream is gone; who looks from another host knows only the times in the state file."""
-    monkeypatch.setattr(report, "REPORT_S", 0.02)
+    monkeypatch.setattr(worker_metrics, "REPORT_S", 0.02)
     run, stop = RunDir(tmp_path), StopRequest()
     run.create()
     spec = make_spec("tail", tail=TailRole(metrics=()), stop_grace_s=0.5)
