@@ -5,9 +5,8 @@ must see, :func:`open_data` the batches; :func:`with_defaults` fills in a data s
 ``docs/data.md`` is the documentation for users.
 """
 
-from dni_runtime.data.halves import Half
 from dni_runtime.data.registry import DATASETS, describe, locate, open_data, with_defaults
-from dni_runtime.data.source import Batch, DataSource
+from dni_runtime.data.source import Batch, DataSource, Half
 
 __all__ = [
     "DATASETS",

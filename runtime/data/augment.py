@@ -1,23 +1,38 @@
-"""Augmentation of training samples by a user's callables, batch by batch.
+"""Augmentation of training samples by a user's callables, and the seeds of a batch.
 
 Shape suffix: B samples of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dni_runtime.data.imports import import_class
-from dni_runtime.data.seeds import seeded
 from dni_runtime.errors import DataError, DniError, SpecError
 from dni_runtime.spec import Choice, TensorSpec
 
 _LOCATION = ("data", "augment")
+
+
+def derived_seed(*numbers: int) -> int:
+    """Return a seed of 63 bits from numbers of at least 0."""
+    (seed,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
+    return int(seed) >> 1
+
+
+@contextmanager
+def seeded(*numbers: int) -> Iterator[None]:
+    """Seed torch's global CPU generator inside the context, and restore it afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derived_seed(*numbers))
+        yield
 
 
 class Augmentation:

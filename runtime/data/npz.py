@@ -1,4 +1,4 @@
-"""Arrays in a NumPy ``.npz`` file, and the digits that this package includes as one.
+"""Arrays in a user's NumPy ``.npz`` file.
 
 A file holds ``x_train``, ``y_train``, ``x_eval`` and ``y_eval``, samples along the first axis.
 """
@@ -9,7 +9,6 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dni_runtime.data.halves import Half
-from dni_runtime.data.memory import MemorySplit, image_info, image_split
-from dni_runtime.data.paths import resolve
-from dni_runtime.data.source import Found
+from dni_runtime.data.source import Found, Half, MemorySplit, resolve
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
 
@@ -32,39 +28,6 @@ _HINT = (
     "write it with numpy.savez(path, x_train=…, y_train=…, x_eval=…, y_eval=…): "
     "numbers, one sample per row"
 )
-
-# Of the 1,437 training images of digits.npz divided by 16; the test of this module computes them.
-DIGITS_MEAN = 0.3054
-DIGITS_STD = 0.3759
-_DIGITS_LARGEST = 16
-
-
-def find_digits(spec: DataSpec, base: Path) -> Found:
-    """Return the 8x8 digits in this package (source and licence: ``docs/data.md``)."""
-    if spec.path is not None:
-        raise SpecError(
-            f"data set 'digits' takes no path ({spec.path!r}): it is part of this package",
-            location=("data", "path"),
-        )
-
-    def load() -> tuple[MemorySplit, MemorySplit]:
-        with as_file(files("dni_runtime.data") / "digits.npz") as path, _opened(path) as archive:
-            x_train, y_train, x_eval, y_eval = (torch.from_numpy(archive[n]) for n in _NAMES)
-        train, evaluation = (
-            image_split(
-                x.unsqueeze(1),
-                y.to(torch.int64),
-                spec,
-                mean=[DIGITS_MEAN],
-                std=[DIGITS_STD],
-                largest=_DIGITS_LARGEST,
-            )
-            for x, y in ((x_train, y_train), (x_eval, y_eval))
-        )
-        return train, evaluation
-
-    info = image_info((1, 8, 8), classes=10, train_samples=1437, eval_samples=360)
-    return Found(info, None, load)
 
 
 def find_npz(spec: DataSpec, base: Path, half: Half | None = None) -> Found:

@@ -9,12 +9,9 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from dni_runtime.data.augment import find_augmentation
-from dni_runtime.data.cifar import find_cifar10
-from dni_runtime.data.halves import Half, Halves
-from dni_runtime.data.idx import find_idx
-from dni_runtime.data.npz import find_digits, find_npz
-from dni_runtime.data.paths import resolve
-from dni_runtime.data.source import DataSource, Found, Split, used
+from dni_runtime.data.images import PUBLISHED, find_digits, find_published
+from dni_runtime.data.npz import find_npz
+from dni_runtime.data.source import DataSource, Found, Half, Halves, Split, resolve, used
 from dni_runtime.data.text import TextOptions, find_text
 from dni_runtime.data.user import find_user
 from dni_runtime.errors import DataError, SpecError
@@ -39,9 +36,7 @@ class DataSet(NamedTuple):
 
 DATASETS: dict[str, DataSet] = {
     "digits": DataSet(find_digits),
-    "mnist": DataSet(find_idx),
-    "fashion-mnist": DataSet(find_idx),
-    "cifar10": DataSet(find_cifar10),
+    **dict.fromkeys(PUBLISHED, DataSet(find_published)),
     "npz": DataSet(find_npz, halves=True),
     "text": DataSet(find_text, TextOptions),
 }

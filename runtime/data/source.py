@@ -1,10 +1,11 @@
-"""Batches of a data set in a reproducible order.
+"""Splits of a data set, and their batches in a reproducible order.
 
 Shape suffixes: N samples of a split, B samples of a batch.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,16 +13,16 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dni_runtime.data.ahead import in_processes, in_thread
-from dni_runtime.data.augment import Augmentation
-from dni_runtime.data.seeds import derived_seed, seeded
+from dni_runtime.data.augment import Augmentation, derived_seed, seeded
 from dni_runtime.errors import DataError
+from dni_runtime.packing import no_labels
 from dni_runtime.spec import DataInfo, DataSpec
 from dni_runtime.wire import Rows
 
@@ -33,6 +34,9 @@ Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]
 Samples with several inputs are a tuple of tensors. All are new tensors without other references.
 Where one half is elsewhere, samples or labels are (B, 0).
 """
+
+Half = Literal["samples", "labels"]
+"""What is read of a data set whose samples and labels have different owners."""
 
 
 class Split(Protocol):
@@ -58,12 +62,81 @@ class Split(Protocol):
 
 
 @dataclass(frozen=True)
+class MemorySplit(Split):
+    """Samples in memory.
+
+    8-bit images stay 8-bit and are normalised batch by batch: a quarter of the memory and loading
+    time of float32, and batches take no longer (gathering rows is memory-bound).
+    """
+
+    x: Tensor  # (N, …): uint8 images, or float32 or int64, which stay unchanged
+    y: Tensor  # (N, …), int64 or float32
+    # Subtracted from uint8 images, in their own units; broadcasts over a sample.
+    mean: Tensor | None = None
+    std: Tensor | None = None  # divisor of uint8 images after that
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def batch(self, order_B: Tensor) -> Batch:
+        """Return the samples of these numbers."""
+        x = self.x.index_select(0, order_B)
+        if x.dtype == torch.uint8:
+            x = x.to(torch.float32)
+            if self.mean is not None:
+                x.sub_(self.mean)
+            if self.std is not None:
+                x.div_(self.std)
+        return x, self.y.index_select(0, order_B)
+
+
+@dataclass(frozen=True)
+class Halves(Split):
+    """Samples and labels with different owners: of two splits, of which one may be absent here."""
+
+    # Where they come from; None: there are none, and batches of them are ``[B, 0]``.
+    samples: Split | None
+    labels: Split | None  # likewise
+
+    @property
+    def slow(self) -> bool:  # type: ignore[override]  # of one class elsewhere
+        """Whether one of them is slow."""
+        return any(one.slow for one in (self.samples, self.labels) if one is not None)
+
+    def __len__(self) -> int:
+        one = self.samples or self.labels
+        assert one is not None
+        return len(one)
+
+    def batch(self, order_B: Tensor) -> Batch:
+        """Return the samples and labels of these numbers."""
+        nothing = no_labels(len(order_B))
+        x = nothing if self.samples is None else self.samples.batch(order_B)[0]
+        return x, nothing if self.labels is None else self.labels.batch(order_B)[1]
+
+    def in_epoch(self, rng: np.random.Generator) -> Halves:
+        """Return both as one epoch uses them, varied by the same random numbers."""
+        return Halves(
+            *(one and one.in_epoch(copy.deepcopy(rng)) for one in (self.samples, self.labels))
+        )
+
+    def held_out(self) -> Halves:
+        """Return both as evaluations use those held out for validation."""
+        return Halves(*(one and one.held_out() for one in (self.samples, self.labels)))
+
+
+@dataclass(frozen=True)
 class Found:
     """A data set that exists but is not loaded yet."""
 
     info: DataInfo  # before ``flatten``, with all samples; None for unknown counts
     path: Path | None  # its folder or file; None: it needs none
     load: Callable[[], tuple[Split, Split]]  # reads the training and the evaluation samples
+
+
+def resolve(path: str, base: Path) -> Path:
+    """Return ``data.path`` as an absolute path: expand ``~``, start relative paths at ``base``."""
+    return (base / Path(path).expanduser()).resolve()
 
 
 def used(info: DataInfo, spec: DataSpec) -> DataInfo:
@@ -142,20 +215,57 @@ class DataSource:
         Only the epoch and the seed determine the order, so that batch *k* of an epoch is the same
         after a restart.
         """
-        spec = self._spec
-        split, orders_B = self._epoch(epoch)
-        if not spec.workers or not (split.slow or self._augment):
-            return self._read(split, orders_B, epoch=epoch, start=start)
+        return self.batches("train", epoch, start)
+
+    def eval_batches(self, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of one evaluation, in the data set's order; the last may be smaller.
+
+        There are as many streams as samples allow, up to ``eval_batch_size``, all of one length.
+        Batches before ``start`` are not read.
+        """
+        return self.batches("eval", 0, start)
+
+    def test_batches(self, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of the test set, likewise; none if there is no validation part."""
+        return self.batches("test", 0, start)
+
+    def batches(self, split: str, epoch: int, start: int) -> Iterator[Batch]:
+        """Yield the batches of ``train``, ``eval`` or ``test`` from one on."""
+        part, orders_B = self._part(split, epoch)
+        trains, processes = split == "train", self._spec.workers
+        if not (trains and processes and (part.slow or self._augment)):
+            return self._read(part, orders_B, epoch if trains else None, start)
 
         def make(number: int) -> Batch:
             # Nothing else in this process uses torch's global generator: data sets may use it.
             with seeded(self._seed, epoch, number, 1):
-                batch = split.batch(orders_B[number])
+                batch = part.batch(orders_B[number])
             return self._finished(batch, epoch, number)
 
         numbers = range(start, len(orders_B))
-        seed = derived_seed(self._seed, epoch)
-        return in_processes(make, numbers, spec.workers, seed=seed)
+        return in_processes(make, numbers, processes, seed=derived_seed(self._seed, epoch))
+
+    def some_batches(
+        self, split: str, epoch: int, start: int, takes: Callable[[], bool]
+    ) -> Iterator[Batch | None]:
+        """Yield the same batches, with None in place of those that are not to be read.
+
+        ``takes`` is called before each one, and returns whether to read it.
+        """
+        part, orders_B = self._part(split, epoch)
+        for number in range(start, len(orders_B)):
+            if takes():
+                batch = part.batch(orders_B[number])
+                yield self._finished(batch, epoch if split == "train" else None, number)
+            else:
+                yield None
+
+    def _part(self, split: str, epoch: int) -> tuple[Split, Sequence[Tensor]]:
+        """Return the samples of ``train``, ``eval`` or ``test``, and their order by batches."""
+        if split == "train":
+            return self._epoch(epoch)
+        held_out = split == "eval" and self.has_test
+        return self._train.held_out() if held_out else self._evaluation, self._in_order(split)
 
     def _epoch(self, epoch: int) -> tuple[Split, Sequence[Tensor]]:
         """Return the training samples as an epoch uses them, and their order by batches."""
@@ -171,19 +281,6 @@ class DataSource:
             orders_B = torch.split(torch.arange(samples), spec.batch_size)
         return split, orders_B[: self.train_batch_count]
 
-    def eval_batches(self, start: int = 0) -> Iterator[Batch]:
-        """Yield the batches of one evaluation, in the data set's order; the last may be smaller.
-
-        There are as many streams as samples allow, up to ``eval_batch_size``, all of one length.
-        Batches before ``start`` are not read.
-        """
-        split = self._train.held_out() if self.has_test else self._evaluation
-        return self._read(split, self._in_order("eval"), start=start)
-
-    def test_batches(self, start: int = 0) -> Iterator[Batch]:
-        """Yield the batches of the test set, likewise; none if there is no validation part."""
-        return self._read(self._evaluation, self._in_order("test"), start=start)
-
     def _in_order(self, name: str) -> Sequence[Tensor]:
         """Return the order by batches of the evaluation or the test set."""
         samples, first = self.info.test_samples or 0, 0
@@ -198,33 +295,6 @@ class DataSource:
             orders_B = torch.split(torch.arange(samples), self._spec.eval_size)
         return [first + order_B for order_B in orders_B]
 
-    def batches(self, split: str, epoch: int, start: int) -> Iterator[Batch]:
-        """Yield the batches of ``train``, ``eval`` or ``test`` from one on."""
-        if split == "train":
-            return self.train_batches(epoch, start)
-        return self.eval_batches(start) if split == "eval" else self.test_batches(start)
-
-    def some_batches(
-        self, split: str, epoch: int, start: int, takes: Callable[[], bool]
-    ) -> Iterator[Batch | None]:
-        """Yield the same batches, with None in place of those that are not to be read.
-
-        ``takes`` is called before each one, and returns whether to read it.
-        """
-        trains, part = split == "train", self._evaluation
-        if trains:
-            part, orders_B = self._epoch(epoch)
-        else:
-            orders_B = self._in_order(split)
-            if split == "eval" and self.has_test:
-                part = self._train.held_out()
-        for number in range(start, len(orders_B)):
-            if takes():
-                batch = part.batch(orders_B[number])
-                yield self._finished(batch, epoch if trains else None, number)
-            else:
-                yield None
-
     @property
     def splits(self) -> dict[str, Split]:
         """All samples, without limits, order and augmentation."""
@@ -237,8 +307,7 @@ class DataSource:
         """
         key, info = (split, epoch if split == "train" else 0), self.info
         if self._ordered[0] != key:
-            orders_B = self._epoch(epoch)[1] if split == "train" else self._in_order(split)
-            self._ordered = key, orders_B
+            self._ordered = key, self._part(split, epoch)[1]
         orders_B = self._ordered[1]
         if number >= len(orders_B):
             return None
@@ -249,9 +318,8 @@ class DataSource:
         self,
         split: Split,
         orders_B: Sequence[Tensor],
-        *,
-        epoch: int | None = None,
-        start: int = 0,
+        epoch: int | None,
+        start: int,
     ) -> Iterator[Batch]:
         """Yield the batches of these numbers from ``start`` on; augment those of an epoch."""
         numbers = range(start, len(orders_B))

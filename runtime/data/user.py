@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from dni_runtime.data.halves import Half
 from dni_runtime.data.imports import import_class
-from dni_runtime.data.paths import resolve
-from dni_runtime.data.source import Batch, Found, Split
+from dni_runtime.data.source import Batch, Found, Half, Split, resolve
 from dni_runtime.errors import DataError, DniError
 from dni_runtime.packing import no_labels, pack, row_of
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec

@@ -163,7 +163,7 @@ def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:
 def _find_data(chain: ChainSpec, base: Path) -> tuple[DataInfo, Path | None]:
     """Describe a chain's data, and find its folder or file; the path may contain ``{replica}``."""
     from dni_runtime.data import describe, locate
-    from dni_runtime.data.paths import resolve
+    from dni_runtime.data.source import resolve
 
     if chain.data.path is None or not chain.data.own:
         return describe(chain.data, base), locate(chain.data, base)

@@ -22,9 +22,7 @@ from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.resolve import parameter_counts
 from dni_runtime.core.source import first_line, guilty_line
 from dni_runtime.data import Batch, open_data
-from dni_runtime.data.halves import Halves
-from dni_runtime.data.memory import MemorySplit
-from dni_runtime.data.source import Split
+from dni_runtime.data.source import Halves, MemorySplit, Split
 from dni_runtime.errors import DataError, DniError, SpecError
 from dni_runtime.spec import ChainSpec, DataSpec, WorkerSpec
 

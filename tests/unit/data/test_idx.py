@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import struct
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dni_runtime.data import describe, idx, locate, open_data
+from dni_runtime.data import describe, images, locate, open_data
 from dni_runtime.errors import DataError
 from dni_runtime.spec import DataSpec
 from tests.specs import float32, int64
@@ -95,10 +96,10 @@ def test_mnist_without_a_path_says_which_files(tmp_path) -> None:
 
 def test_the_packages_folder_is_found_by_itself(idx_folder, tmp_path, monkeypatch) -> None:
     made = idx_folder()
-    package = idx._SETS["fashion-mnist"].__class__(
-        mean=0, std=1, known=(str(made.folder),), hint="install it"
+    package = dataclasses.replace(
+        images.PUBLISHED["fashion-mnist"], known=(str(made.folder),), hint="install it"
     )
-    monkeypatch.setitem(idx._SETS, "fashion-mnist", package)
+    monkeypatch.setitem(images.PUBLISHED, "fashion-mnist", package)
     assert locate(DataSpec(dataset="fashion-mnist"), tmp_path) == made.folder
     made.file(TRAIN_IMAGES).unlink()
     with pytest.raises(DataError, match="install it"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dni_runtime.data import describe, locate, npz, open_data
+from dni_runtime.data import describe, images, locate, open_data
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import DataSpec
 from tests.specs import float32, int64
@@ -175,8 +175,8 @@ def test_digits_need_nothing() -> None:
     ((x, y),) = source.train_batches(0)
     assert (float(x.min()), float(x.max())) == (0.0, 1.0)
     assert torch.equal(y.unique(), torch.arange(10))
-    assert x.mean().item() == pytest.approx(npz.DIGITS_MEAN, abs=5e-5)
-    assert x.std(correction=0).item() == pytest.approx(npz.DIGITS_STD, abs=5e-5)
+    assert x.mean().item() == pytest.approx(images.DIGITS.mean[0], abs=5e-5)
+    assert x.std(correction=0).item() == pytest.approx(images.DIGITS.std[0], abs=5e-5)
     with pytest.raises(SpecError, match="takes no path"):
         describe(DataSpec(path="digits"), Path())
 
