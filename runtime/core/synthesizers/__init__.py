@@ -11,8 +11,7 @@ from dni_runtime.core.choices import Location, find_class, parse_options
 from dni_runtime.core.labels import labels_each_token
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.synthesizers.base import Lesson, Synthesizer
-from dni_runtime.core.synthesizers.critic import Critic
-from dni_runtime.core.synthesizers.maps import Classifier, Linear, LowRank
+from dni_runtime.core.synthesizers.maps import Classifier, Critic, Linear, LowRank
 from dni_runtime.core.synthesizers.networks import MLP, Conv
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ class Synthesizer(nn.Module):
         activation: TensorSpec,
         label: TensorSpec | None,
         classes: int | None,
-        options: Frozen,
+        options: Any,
     ) -> None:
         super().__init__()
         self.activation = activation
@@ -117,6 +117,14 @@ class Synthesizer(nn.Module):
         self.loss: ChainLoss | None = None if classes is None else cross_entropy(classes)
         self._label = label
         self._classes = classes
+        self.build(options)
+
+    def build(self, options: Any) -> None:
+        """Make the layers; the shapes are known.
+
+        Args:
+            options: The synthesizer's own options.
+        """
 
     def set_loss(self, loss: ChainLoss) -> None:
         """Set the chain's loss, before the synthesizer is used."""
@@ -152,16 +160,17 @@ class Synthesizer(nn.Module):
             return None
         return LabelTerm(features, self._label, self._classes, per_token=self.per_token)
 
-    def _refuse_other_labels(self) -> None:
-        """Refuse labels other than one class for each sample or each token.
+    def _one_class_each(self) -> int:
+        """Return the number of classes, of which each sample or each token has one.
 
         Raises:
-            ValueError: There are others.
+            ValueError: There are other labels.
         """
         if self._classes is None or self._label is None:
             raise ValueError("needs class labels and 'conditioned: true'")
         if self._label.shape and not self.per_token:
             raise ValueError(f"needs one label for each sample or each token, not {self._label}")
+        return self._classes
 
     def _valid(self, y_BY: Tensor) -> Tensor | None:
         """Return which labels count; None if all do."""

@@ -10,7 +10,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dni_runtime.core.synthesizers.base import Synthesizer, zeroed
-from dni_runtime.spec import TensorSpec
 from dni_runtime.spec.named import Frozen
 
 
@@ -42,18 +41,11 @@ class MLP(Synthesizer):
 
     Options = MLPOptions
 
-    def __init__(
-        self,
-        activation: TensorSpec,
-        label: TensorSpec | None,
-        classes: int | None,
-        options: MLPOptions,
-    ) -> None:
-        super().__init__(activation, label, classes, options)
+    def build(self, options: MLPOptions) -> None:
         width, features = options.hidden, self.features
         self.grid: tuple[int, int] | None = None
-        if len(activation.shape) == 3:
-            channels, height, breadth = activation.shape
+        if len(self.activation.shape) == 3:
+            channels, height, breadth = self.activation.shape
             self.grid = min(options.grid, height), min(options.grid, breadth)
             features = channels * math.prod(self.grid)
         self.first = nn.Linear(features, width)
@@ -92,19 +84,12 @@ class Conv(Synthesizer):
 
     Options = ConvOptions
 
-    def __init__(
-        self,
-        activation: TensorSpec,
-        label: TensorSpec | None,
-        classes: int | None,
-        options: ConvOptions,
-    ) -> None:
-        super().__init__(activation, label, classes, options)
-        if len(activation.shape) != 3:
-            raise ValueError(f"needs feature maps (C, H, W), not {activation}")
+    def build(self, options: ConvOptions) -> None:
+        if len(self.activation.shape) != 3:
+            raise ValueError(f"needs feature maps (C, H, W), not {self.activation}")
         if options.kernel % 2 == 0:
             raise ValueError(f"kernel {options.kernel} is even; it must be odd to keep the size")
-        channels = activation.shape[0]
+        channels = self.activation.shape[0]
         width, size = options.hidden or channels, options.kernel
         self.first = nn.Conv2d(channels, width, size, padding=size // 2)
         self.label = self._label_term(width)
