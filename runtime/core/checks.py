@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.awaited import check_gradients
 from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import (
     Boundary,
@@ -25,7 +24,7 @@ from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.optimization import Optimization, check_groups, check_patterns, freeze
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.replication import find_strategy
-from dni_runtime.core.shapes import BATCH
+from dni_runtime.core.shapes import BATCH, check_gradients
 from dni_runtime.core.training import empty_batch, sparse_parameters
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import ChainSpec, Choice, DataInfo, TensorSpec, WorkerSpec, import_paths

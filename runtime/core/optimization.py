@@ -1,11 +1,11 @@
-"""From a module's gradients to its weights: optimizers, clipping, schedules, averages."""
+"""From a module's gradients to its weights: loss scale, clipping, optimizers, averages."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dni_runtime.core.choices import Location, check_keywords, find_class
 from dni_runtime.core.finite import all_finite
-from dni_runtime.core.loss_scale import LossScale
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.training import (
     OPTIMIZERS,
@@ -27,6 +26,48 @@ from dni_runtime.core.training import (
 )
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, ClipSpec, GroupSpec, WorkerSpec
+
+_GROWTH_STEPS = 2000
+"""Updates in a row with finite gradients after which the factor is doubled."""
+
+
+class LossScale:
+    """The factor of gradients within a module, from its output to its weights and inputs.
+
+    Micikevicius et al. 2017, arXiv:1710.03740, sec. 3.2. The factor is halved and doubled by the
+    rule, and with the defaults, of ``torch.amp.GradScaler``. That one divides gradients before the
+    optimizer's step; here they are divided where they arrive, so that sums over batches, means over
+    replicas, and what is sent upstream or saved, are true gradients.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        # Steps are updates with finite gradients since the factor last changed.
+        self.value, self.steps = 65536.0, 0
+        for p in parameters:
+            _add(self._divided, p)
+
+    def apply(self, xs: Iterable[Tensor], h: Tensor) -> None:
+        """Multiply the gradients that come to a module's output, and divide those at its inputs."""
+        _add(lambda g: g * self.value, h)
+        for x in xs:
+            if x.requires_grad:
+                _add(self._divided, x)
+
+    def _divided(self, g: Tensor) -> Tensor:
+        return g / self.value
+
+    def update(self, *, finite: bool) -> None:
+        """Choose the next factor, by whether the newest update's gradients were all finite."""
+        self.steps += 1
+        if not finite:
+            self.value, self.steps = self.value / 2, 0
+        elif self.steps == _GROWTH_STEPS:
+            self.value, self.steps = self.value * 2, 0
+
+
+def _add(hook: Callable[[Tensor], Tensor], tensor: Tensor) -> None:
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's has no types
+
 
 _NORMS = (
     nn.modules.batchnorm._NormBase,
@@ -109,9 +150,13 @@ class Optimization:
         for optimizer in self.optimizers.values():
             optimizer.step()
         self.clear()
-        self.version += 1
+        self.changed()
         if self.average is not None:
             self._follow(self.average)
+
+    def changed(self) -> None:
+        """Note that the weights have changed: passes that are kept must not use the new ones."""
+        self.version += 1
 
     def clear(self) -> None:
         """Forget the gradients since the last update."""
@@ -165,11 +210,11 @@ class Optimization:
         with torch.no_grad():
             for p, before in zip(self.parameters, self.before, strict=True):
                 p.mul_(1 + updates).sub_(before, alpha=updates)
-        self.version += 1
+        self.changed()
         try:
             yield
         finally:
-            self.version += 1
+            self.changed()
             with torch.no_grad():
                 for p, own in zip(self.parameters, now, strict=True):
                     p.copy_(own)

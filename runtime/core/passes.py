@@ -9,12 +9,13 @@ such a pass (the same in float32 and under autocast, whose copies of weights cou
 * ``input``: the pass is recomputed with the current weights (features replay, Huo et al. 2018,
   arXiv:1807.04511); costs the memory of the input, and one more forward pass.
 
-Shapes: B batch, X one sample's input, H its activation.
+Shapes: B batch, X one sample's input, H its activation, Y its label.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -28,6 +29,7 @@ from dni_runtime.core.backward import IN_PLACE
 from dni_runtime.core.forward import ModuleForward
 from dni_runtime.core.interfaces.base import Keep
 from dni_runtime.core.training import random_state, set_random_state
+from dni_runtime.wire import Part
 
 
 @dataclass
@@ -181,3 +183,58 @@ def _unpack(packed: _Saved | _View) -> Tensor:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+@dataclass
+class Kept:
+    """A batch, or a part of one, whose gradient is still to come."""
+
+    h_BH: Tensor  # detached
+    y_BY: Tensor
+    part: Part
+    number: int  # of the batch, among those of this module
+    forward: ForwardPass | None = None  # if the gradient goes back through it
+    g_BH: Tensor | None = None  # the signal that was used at once and is to be corrected
+
+
+class KeptBatches:
+    """Batches, or parts of them, by their ids in the stream.
+
+    Beyond ``size``, older ones are dropped; None keeps all, because waiting bounds them.
+    """
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+        self._kept: OrderedDict[int, Kept] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def numbers(self) -> set[int]:
+        """The batches' numbers."""
+        return {kept.number for kept in self._kept.values()}
+
+    @property
+    def passes(self) -> int:
+        """Number of forward passes that gradients are still to go back through."""
+        return sum(kept.forward is not None for kept in self._kept.values())
+
+    def add(self, id: int, kept: Kept) -> int:
+        """Keep a batch; return how many are dropped for it."""
+        self._kept[id] = kept
+        dropped = 0 if self.size is None else max(len(self._kept) - self.size, 0)
+        for _ in range(dropped):
+            self._kept.popitem(last=False)
+        return dropped
+
+    def take(self, id: int) -> Kept | None:
+        """Return a batch, which is not kept any longer; None if it was not."""
+        return self._kept.pop(id, None)
+
+    def drop(self, until: int | None) -> int:
+        """Drop all batches, or those until an id; return how many."""
+        lost = [id for id in self._kept if until is None or id <= until]
+        for id in lost:
+            del self._kept[id]
+        return len(lost)

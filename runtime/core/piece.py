@@ -14,8 +14,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, fx, nn
 
+from dni_runtime.core.program import Section
 from dni_runtime.core.recording import under
-from dni_runtime.core.section import Section
 from dni_runtime.core.source import NetworkSpec, build_network, without_memory
 from dni_runtime.core.trace import Trace, changed, symbol
 from dni_runtime.core.tracing import trace

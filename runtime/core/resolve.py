@@ -29,8 +29,12 @@ from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import build_loss, sum_of
 from dni_runtime.core.metrics import check_metrics, rises
 from dni_runtime.core.optimization import freeze, trained_parameters
-from dni_runtime.core.replication import lr_scale, resolve_replication
-from dni_runtime.core.replication.checks import check_replicas, elastic_of
+from dni_runtime.core.replication.checks import (
+    check_replicas,
+    elastic_of,
+    lr_scale,
+    resolve_replication,
+)
 from dni_runtime.core.shapes import Inferred, data_of, infer_shapes, taken_of
 from dni_runtime.errors import SpecError
 from dni_runtime.packing import row_of

@@ -24,12 +24,11 @@ from dni_runtime.core.backward import backward, changed_in_place, per_sample
 from dni_runtime.core.counters import StepCounters
 from dni_runtime.core.forward import Inputs, ModuleForward, as_inputs
 from dni_runtime.core.interfaces import Boundary, GradientInterface, Keep, build_interface
-from dni_runtime.core.kept import Kept, KeptBatches
 from dni_runtime.core.layers import load_initial
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.metrics import accuracy
 from dni_runtime.core.optimization import Optimization, freeze
-from dni_runtime.core.passes import ForwardPass, ForwardPasses
+from dni_runtime.core.passes import ForwardPass, ForwardPasses, Kept, KeptBatches
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.replication import Shared
 from dni_runtime.core.training import seeded
@@ -98,7 +97,7 @@ class ModuleStep(ModuleForward):
         self.classifies = spec.classes is not None and (self.loss.scores or 0) >= spec.classes
         self._recurrent = [one for one in self.layers.modules() if isinstance(one, Recurrent)]
         # What the module's replicas share.
-        self.shared = Shared(self) if spec.strategy is not None else None
+        self.shared = None if spec.strategy is None else Shared(self, interface, self.optimization)
         store = None if interface is None else interface.store
         store = store or math.ceil((spec.late + MARGIN) / max(spec.gradients_in, 1))
         self.kept = KeptBatches(store if spec.max_late is None else None)  # else waiting bounds it

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from dni_runtime.core.interfaces import Boundary, default_interface
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.piece import row_width
-from dni_runtime.core.program import Program
+from dni_runtime.core.program import Program, Section
 from dni_runtime.core.resolve import DEFAULT_OPTIMIZER
-from dni_runtime.core.section import Section
 from dni_runtime.errors import SpecError
 from dni_runtime.packing import row_of
 from dni_runtime.spec import Choice, DataInfo, TensorSpec

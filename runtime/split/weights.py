@@ -18,7 +18,6 @@ def load_weights(network: nn.Module, file: Path) -> None:
     """Load a state dict, by the network's own names."""
     state = read_state_dict(file)
     own = network.state_dict()
-    missing = [name for name in own if name not in state]
     # safetensors keeps one of several tied tensors
     tied: dict[int, list[str]] = {}
     for name, value in own.items():

@@ -1,4 +1,4 @@
-"""Gradient interfaces by name. A new one is one file and one line here, or a user's import path."""
+"""Gradient interfaces by name. A new one is a class and a line here, or a user's import path."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from dni_runtime.core.interfaces.base import (
     Signal,
     Timing,
     Wanted,
+    build_part,
 )
-from dni_runtime.core.interfaces.corrected import Corrected
-from dni_runtime.core.interfaces.delayed import Delayed, Exact
+from dni_runtime.core.interfaces.delayed import Delayed, Exact, Untrained
 from dni_runtime.core.interfaces.local import Local
-from dni_runtime.core.interfaces.mixed import Mixed
-from dni_runtime.core.interfaces.none import Untrained
+from dni_runtime.core.interfaces.mixed import Corrected, Mixed
 from dni_runtime.core.interfaces.synthetic import Synthetic
-from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice
 
 INTERFACES: dict[str, type[GradientInterface]] = {
@@ -78,10 +76,5 @@ def build_interface(
     """Make a gradient interface for a module's output."""
     cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
     options = parse_options(cls.Options, choice, location)
-    try:
-        interface: GradientInterface = cls(boundary, options)
-        return interface
-    except SpecError as error:
-        raise SpecError(
-            error.message, location=(*location, choice.name, *error.location), hint=error.hint
-        ) from None
+    interface: GradientInterface = build_part(cls, boundary, options, *location, choice.name)
+    return interface

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from torch import Tensor, nn
 
@@ -199,13 +199,17 @@ class GradientInterface(nn.Module):
         return {}
 
 
-def build_part(cls: type[GradientInterface], boundary: Boundary, options: Frozen, name: str) -> Any:
-    """Make an interface that is part of another one, under an option of this name.
+Made = TypeVar("Made", bound=GradientInterface)
+
+
+def build_part(cls: type[Made], boundary: Boundary, options: Frozen, *location: str | int) -> Made:
+    """Make an interface, or a part of another one: ``location`` is where its options are.
 
     Raises:
-        SpecError: It cannot be made; the location starts with the name.
+        SpecError: It cannot be made; the error's location starts with this one.
     """
     try:
         return cls(boundary, options)
     except SpecError as error:
-        raise SpecError(error.message, location=(name, *error.location), hint=error.hint) from None
+        at = (*location, *error.location)
+        raise SpecError(error.message, location=at, hint=error.hint) from None

@@ -1,6 +1,8 @@
-"""``exact`` and ``delayed``: updates by the true gradient, waited for or taken when it arrives."""
+"""Interfaces without an error signal of their own: ``exact``, ``delayed`` and ``none``."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from pydantic import Field
 
@@ -79,3 +81,18 @@ class Delayed(GradientInterface):
         return Wanted(
             1, micro_batches=options.micro_batches, max_late=options.max_late, labels=False
         )
+
+
+class Untrained(GradientInterface):
+    """No signal and no gradient, so that the module keeps its initial weights.
+
+    The control that shows how much the others learn: the modules below the tail are random features
+    ("no backprop" in Jaderberg et al. 2016, sec. 3.1). Only BatchNorm's running statistics follow
+    the data. True gradients for a module upstream pass through it.
+    """
+
+    timing = Timing.NEVER
+
+    @classmethod
+    def wants(cls, options: Any) -> Wanted:
+        return Wanted(0, labels=False)

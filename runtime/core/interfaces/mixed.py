@@ -1,8 +1,9 @@
-"""``mixed``: a synthesizer beside a local head, the default.
+"""Interfaces with a local head as a part: ``mixed``, the default, and ``corrected``.
 
-The head gives a signal from the first step, while the synthesizer is still zero, and keeps
-late gradients from hurting; the synthesizer brings the losses of the modules downstream, the
-chain's own among them.
+``mixed`` is a synthesizer beside a head. The head gives a signal from the first step, while the
+synthesizer is still zero, and keeps late gradients from hurting; the synthesizer brings the losses
+of the modules downstream, the chain's own among them. ``corrected`` is a local gradient at once,
+corrected by the true one when that comes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dni_runtime.core.interfaces.base import (
     GradientInterface,
     LateSignal,
     Signal,
+    Timing,
     Wanted,
     build_part,
 )
@@ -66,12 +68,51 @@ class Mixed(GradientInterface):
     def learn(
         self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool
     ) -> LateSignal | None:
-        late: LateSignal | None = self.synthetic.learn(h_BH, y_BY, g_BH, measure=measure)
-        return late
+        return self.synthetic.learn(h_BH, y_BY, g_BH, measure=measure)
 
     def predict(self, h_BH: Tensor) -> Tensor | None:
-        p_BP: Tensor | None = self.local.predict(h_BH)
-        return p_BP
+        return self.local.predict(h_BH)
 
     def optimizers(self) -> dict[str, Any]:
         return {**self.synthetic.optimizers(), **self.local.optimizers()}
+
+
+class CorrectedOptions(Frozen):
+    """Options of the corrected interface."""
+
+    local: LocalOptions = LocalOptions()
+    weight: float = Field(default=0.5, gt=0)  # of the local gradient
+    # Batches kept for their true gradient; None: as many as it may be late, and a margin.
+    store: int | None = Field(default=None, ge=1, le=1 << 16)
+
+
+class Corrected(GradientInterface):
+    """The gradient of a local loss, and later the difference of the true gradient from it.
+
+    In the end each batch has contributed its true gradient; the local one replaces it until it
+    comes. The correction is part of the next update.
+    """
+
+    Options = CorrectedOptions
+
+    timing = Timing.CORRECTED
+
+    def __init__(self, boundary: Boundary, options: CorrectedOptions) -> None:
+        super().__init__(boundary, options)
+        self.local = build_part(Local, boundary, options.local, "local")
+        self.weight = options.weight
+        self.store = options.store
+
+    @classmethod
+    def wants(cls, options: CorrectedOptions) -> Wanted:
+        return Wanted(1)
+
+    def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
+        local = self.local.signal(h_BH, y_BY)
+        return local._replace(g_BH=local.g_BH * self.weight)
+
+    def predict(self, h_BH: Tensor) -> Tensor | None:
+        return self.local.predict(h_BH)
+
+    def optimizers(self) -> dict[str, Any]:
+        return self.local.optimizers()

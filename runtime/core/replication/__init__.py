@@ -1,24 +1,18 @@
 """How the replicas of a module learn together: strategies, what they share, and its compression.
 
-A new strategy is one file and one line in ``registry.py``, or a user's import path.
+A new strategy is one class and one line in ``strategies.py``, or a user's import path.
 """
 
 from __future__ import annotations
 
 from dni_runtime.core.replication.base import Strategy, Sync, mean_of
-from dni_runtime.core.replication.compression import Compression
-from dni_runtime.core.replication.message import Message
-from dni_runtime.core.replication.registry import (
+from dni_runtime.core.replication.compression import (
     COMPRESSIONS,
-    STRATEGIES,
+    Compression,
     build_compression,
-    build_strategy,
-    check_replication,
-    find_strategy,
-    lr_scale,
-    resolve_replication,
 )
-from dni_runtime.core.replication.shared import Shared
+from dni_runtime.core.replication.shared import Message, Shared
+from dni_runtime.core.replication.strategies import STRATEGIES, build_strategy, find_strategy
 
 __all__ = [
     "COMPRESSIONS",
@@ -30,9 +24,6 @@ __all__ = [
     "Sync",
     "build_compression",
     "build_strategy",
-    "check_replication",
     "find_strategy",
-    "lr_scale",
     "mean_of",
-    "resolve_replication",
 ]

@@ -9,7 +9,7 @@ Shapes: P trained parameters of the module: its layers', then those of the gradi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ class Strategy(nn.Module):
         start_P: The parameters, as one row, before the first batch.
 
     Attributes:
+        options: Its options.
         per_step: Whether each point is one step of the optimizer, so that ``every`` is the number
             of replicas if the chain does not say it.
         waits: Whether replicas wait for each other at each point: only ``parameter-server`` does
@@ -65,8 +66,9 @@ class Strategy(nn.Module):
     common: ClassVar[bool] = True
     feedback: ClassVar[bool] = True
 
-    def __init__(self, options: Frozen, start_P: Tensor) -> None:
+    def __init__(self, options: Any, start_P: Tensor) -> None:
         super().__init__()
+        self.options = options
         self.asks = self.asked = False
         self.gradients = 0
 

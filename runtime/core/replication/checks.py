@@ -1,16 +1,42 @@
-"""What replicas of modules need of the rest of a chain: checked before anything starts."""
+"""Settings of replicas: their defaults, and what they need of the rest of a chain."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from dni_runtime.core.checks import place
+from dni_runtime.core.choices import parse_options
 from dni_runtime.core.interfaces import Resolved
 from dni_runtime.core.replication.base import Strategy
-from dni_runtime.core.replication.registry import check_replication, find_strategy
+from dni_runtime.core.replication.compression import build_compression
+from dni_runtime.core.replication.strategies import find_strategy
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.modules import ElasticSpec
+from dni_runtime.spec.running import ReplicationSpec
+
+HOOKED = ("bfloat16", "powersgd")
+"""The compressions for which torch has a communication hook (``hooks.py``)."""
+
+BATCHES = 32
+"""Training batches of the chain from one point to the next, where nothing else is said."""
+
+
+def resolve_replication(chain: ChainSpec) -> ReplicationSpec:
+    """Fill in after how many batches replicas share."""
+    replication, replicas = chain.replication, max(one.most for one in chain.modules)
+    if replication.every is not None:
+        return replication
+    per_step = replicas > 1 and find_strategy(replication.strategy).per_step
+    return replication.model_copy(update={"every": replicas if per_step else BATCHES})
+
+
+def lr_scale(replication: ReplicationSpec) -> float:
+    """Return the factor of learning rates; ``every`` has been filled in."""
+    if replication.scale_lr is None:
+        return 1.0
+    batches = float(replication.every or 1)
+    return batches if replication.scale_lr == "linear" else batches**0.5
 
 
 def elastic_of(chain: ChainSpec) -> dict[str, int]:
@@ -38,7 +64,7 @@ def check_replicas(
     replicated = [index for index, module in enumerate(chain.modules) if module.most > 1]
     if not replicated:
         return
-    check_replication(chain.replication)
+    _check_replication(chain.replication)
     strategy = find_strategy(chain.replication.strategy)
     for index in replicated:
         if strategy.per_step and (chain.setting(index, "accumulate") or 1) > 1:
@@ -68,6 +94,50 @@ def check_replicas(
                 location=place(chain, index, "interface"),
                 hint="an interface without 'max_late', such as 'mixed', or 'replicas: 1'",
             )
+
+
+def _check_replication(replication: ReplicationSpec) -> None:
+    """Check the names and options of a strategy and a compression."""
+    strategy = find_strategy(replication.strategy)
+    parse_options(strategy.Options, replication.strategy, ("replication", "strategy"))
+    if replication.scale_lr is not None and not strategy.per_step:
+        raise SpecError(
+            f"'scale_lr' is for a step with the mean gradient of several batches; with "
+            f"{replication.strategy.name!r} each replica makes a step for each batch of its own",
+            location=("replication", "scale_lr"),
+            hint="leave 'scale_lr' out, and try a higher 'lr' of the optimizer; or choose "
+            "'all-reduce'",
+        )
+    if replication.compression is not None:
+        if not (strategy.waits and strategy.common):
+            raise SpecError(
+                f"'compression' needs a row that all had last, which {replication.strategy.name!r} "
+                "has not",
+                location=("replication", "compression"),
+                hint="leave 'compression' out, or choose another strategy, such as 'local-sgd'",
+            )
+        build_compression(replication.compression, ())
+    if replication.backend is not None:
+        _check_backend(replication, strategy)
+
+
+def _check_backend(replication: ReplicationSpec, strategy: type[Strategy]) -> None:
+    """Refuse what a group of torch.distributed cannot do."""
+    backend, compression = replication.backend, replication.compression
+    if not (strategy.waits and strategy.common):
+        raise SpecError(
+            f"'backend: {backend}' averages what all offer at the same time, and "
+            f"{replication.strategy.name!r} has no such mean",
+            location=("replication", "backend"),
+            hint="leave 'backend' out, or choose another strategy, such as 'all-reduce'",
+        )
+    if compression is not None and not (strategy.per_step and compression.name in HOOKED):
+        raise SpecError(
+            f"with 'backend: {backend}' torch's communication hooks compress, which are for the "
+            f"gradients of 'all-reduce': {' and '.join(HOOKED)}",
+            location=("replication", "compression"),
+            hint="leave 'compression' or 'backend' out",
+        )
 
 
 def _check_elastic(chain: ChainSpec, index: int, strategy: type[Strategy]) -> None:

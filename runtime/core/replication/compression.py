@@ -19,6 +19,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from dni_runtime.core.choices import Location, find_class, parse_options
+from dni_runtime.spec import Choice
 from dni_runtime.spec.named import Frozen
 
 _STEPS = 127
@@ -236,3 +238,20 @@ def words_of(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes as 32-bit words, filled up with zeros."""
     data = tensor.contiguous().flatten().view(torch.uint8)
     return torch.cat([data, data.new_zeros(-len(data) % 4)]).view(torch.int32)
+
+
+COMPRESSIONS: dict[str, type[Compression]] = {
+    "bfloat16": Bfloat16,
+    "int8": Int8,
+    "top-k": TopK,
+    "powersgd": PowerSgd,
+}
+
+_LOCATION: Location = ("replication", "compression")
+
+
+def build_compression(choice: Choice, shapes: Sequence[Sequence[int]]) -> Compression:
+    """Make a compression of tensors of these sizes."""
+    cls = find_class(choice.name, "compression", COMPRESSIONS, Compression, _LOCATION)
+    made: Compression = cls(parse_options(cls.Options, choice, _LOCATION), shapes)
+    return made

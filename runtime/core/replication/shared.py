@@ -5,24 +5,87 @@ Shapes: P trained parameters, R numbers in a row.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
+from dni_runtime.core.forward import ModuleForward
+from dni_runtime.core.optimization import Optimization
 from dni_runtime.core.replication.base import Sync, mean_of
-from dni_runtime.core.replication.compression import Differences, words_of
-from dni_runtime.core.replication.message import HEADER_WORDS, Message
-from dni_runtime.core.replication.parameter_server import ParameterServer
-from dni_runtime.core.replication.registry import build_compression, build_strategy
+from dni_runtime.core.replication.compression import (
+    Compression,
+    Differences,
+    build_compression,
+    words_of,
+)
+from dni_runtime.core.replication.strategies import ParameterServer, build_strategy
 from dni_runtime.core.training import real, split_like
-from dni_runtime.errors import SpecError
+from dni_runtime.errors import SpecError, WireError
 
-if TYPE_CHECKING:
-    from dni_runtime.core.step import ModuleStep
+_HEADER = struct.Struct("<IId")
+HEADER_WORDS = _HEADER.size // 4
+ROW, PACKED, ASKS, WAITS = 1, 2, 4, 8
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a replica offers, or the answer: as 32-bit words (docs/wire.md, "Replicas")."""
+
+    row: Tensor | None = None  # float32
+    weight: float = 0.0  # in the mean
+    # The row's words, if compressed; its parameters are differences then.
+    packed: Tensor | None = None
+    tag: int = 0  # checksum of the base that the replica has; 0 without compression
+    asks: bool = False  # that all offer their rows at the next point
+    waits: bool = False  # for the answer, though the strategy does not
+
+    def words(self) -> Tensor:
+        """Return its words, ``int32``."""
+        flags = ASKS * self.asks | WAITS * self.waits
+        flags |= ROW * (self.row is not None) | PACKED * (self.packed is not None)
+        header = bytearray(_HEADER.pack(flags, self.tag, self.weight))
+        parts = [torch.frombuffer(header, dtype=torch.int32)]
+        if self.packed is not None:
+            parts.append(self.packed)
+        elif self.row is not None:
+            parts.append(words_of(self.row))
+        return torch.cat(parts)
+
+    @classmethod
+    def read(cls, words: Tensor, size: int, compression: Compression | None) -> Message:
+        """Return the message of some words; raises ``WireError`` if there is none in them."""
+        if len(words) < HEADER_WORDS:
+            raise WireError("body", f"a message of {len(words)} words")
+        header = words[:HEADER_WORDS].contiguous().view(torch.uint8).numpy().tobytes()
+        flags, tag, weight = _HEADER.unpack(header)
+        payload, row, packed = words[HEADER_WORDS:], None, None
+        if not (math.isfinite(weight) and weight >= 0):
+            raise WireError("body", f"a row has the weight {weight}")
+        if flags & ~(ROW | PACKED | ASKS | WAITS) or (flags & PACKED and not flags & ROW):
+            raise WireError("body", f"a message has the flags {flags}")
+        if flags & PACKED:
+            if compression is None:
+                raise WireError("body", "a compressed row, but rows are not compressed here")
+            count, rest = compression.total, size - sum(compression.sizes)
+            if len(payload) != count + rest:
+                raise WireError("body", f"{len(payload)} words instead of {count + rest}")
+            try:
+                row_P, packed = compression.unpack(payload[:count]), payload
+                row = torch.cat([row_P, payload[count:].view(torch.float32)])
+            except ValueError as error:
+                raise WireError("body", f"a compressed row: {error}") from None
+        elif flags & ROW:
+            row = payload.view(torch.float32)
+        if len(payload) != (0 if row is None else size) and packed is None:
+            raise WireError("body", f"{len(payload)} words in a row of {size}")
+        return cls(row, weight, packed, tag, bool(flags & ASKS), bool(flags & WAITS))
 
 
 class Shared:
@@ -33,13 +96,18 @@ class Shared:
     compressed: the rest is not a sum of steps, so what compression left out would be counted twice.
     """
 
-    def __init__(self, step: ModuleStep) -> None:
-        self._step = step
-        modules = [one for one in (step.layers, step.interface) if one is not None]
+    def __init__(
+        self,
+        module: ModuleForward,
+        interface: nn.Module | None,  # whose parameters are shared, too
+        optimization: Optimization,
+    ) -> None:
+        self._module, self._optimization = module, optimization
+        modules = [one for one in (module.layers, interface) if one is not None]
         self._trained = [p for one in modules for p in one.parameters() if p.requires_grad]
         self._shapes = [real(p.detach()).shape for p in self._trained]
         self._learnt = sum(shape.numel() for shape in self._shapes)
-        self._device = torch.device("cpu") if step.spec.backend is None else step.device
+        self._device = torch.device("cpu") if module.spec.backend is None else module.device
         self.size = sum(one.numel() for one in self._tensors)  # of the row
         self.begin()
         longest = self._learnt
@@ -52,7 +120,7 @@ class Shared:
     def _tensors(self) -> list[Tensor]:
         """The tensors that are there now: a layer may have replaced its buffers."""
         known, found = {id(p) for p in self._trained}, list[Tensor](self._trained)
-        for one in (layer for part in self._step.parts() for layer in part.modules()):
+        for one in (layer for part in self._module.parts() for layer in part.modules()):
             for tensor in (*one._parameters.values(), *one._buffers.values()):
                 if tensor is not None and id(tensor) not in known:
                     found.append(tensor)
@@ -60,11 +128,11 @@ class Shared:
 
     def begin(self) -> None:
         """Begin with the module's weights as they are now."""
-        spec, row = self._step.spec, self.row()
+        spec, row = self._module.spec, self.row()
         assert spec.strategy is not None
         self.samples = 0  # that the replica was trained on since it took the last result
         self.strategy = build_strategy(spec.strategy, row[: self._learnt])
-        self.strategy.attach(spec, self._step.optimization)
+        self.strategy.attach(spec, self._optimization)
         self.differences: Differences | None = None
         if spec.compression is not None and spec.backend is None:
             compression = build_compression(spec.compression, self._shapes)
@@ -83,8 +151,8 @@ class Shared:
         row = torch.cat([torch.zeros(0, device=self._device), *parts])  # there may be none
         if len(row) != self.size:
             raise SpecError(
-                f"a buffer of module {self._step.spec.module!r} has changed its size while it was "
-                "trained, and replicas share buffers",
+                f"a buffer of module {self._module.spec.module!r} has changed its size while it "
+                "was trained, and replicas share buffers",
                 hint="give it its size when the layer is made, or set 'replicas: 1'",
             )
         return row
@@ -108,7 +176,7 @@ class Shared:
         if offered_P is None:
             return Message(tag=tag, asks=self.strategy.asks)
         packed_P = None
-        if differences is not None and self._step.spec.replica > 1:  # the first's goes nowhere
+        if differences is not None and self._module.spec.replica > 1:  # the first's goes nowhere
             if whole:
                 offered_P = differences.whole(offered_P)
             else:
@@ -183,8 +251,8 @@ class Shared:
         """Let the first replica's own progress count as the others' pushes, at each point."""
         strategy = self.strategy
         assert isinstance(strategy, ParameterServer)
-        self._put(strategy.with_own(self.row(), self._learnt, self._step.spec.replicas))
-        self._step.optimization.version += 1
+        self._put(strategy.with_own(self.row(), self._learnt, self._module.spec.replicas))
+        self._optimization.changed()
 
     def apply(self, offer: Message, replica: int, id: int) -> None:
         """Add another replica's push to the first one's weights, unless that was done before.
@@ -194,9 +262,9 @@ class Shared:
         strategy = self.strategy
         assert isinstance(strategy, ParameterServer)
         if offer.row is not None and id > int(strategy.applied_N[replica]):
-            replicas = self._step.spec.replicas
+            replicas = self._module.spec.replicas
             self._put(strategy.with_push(self.row(), offer.row, self._learnt, replicas))
-            self._step.optimization.version += 1
+            self._optimization.changed()
             strategy.applied_N[replica] = id
 
     def take(self, answer: Message) -> None:
@@ -211,15 +279,15 @@ class Shared:
 
     def pull(self, xs: tuple[Tensor, ...], h_BH: Tensor) -> Tensor | None:
         """Return what the strategy adds to the error signal of a batch, per sample."""
-        step = self._step
+        module = self._module
 
         def activation(row_P: Tensor) -> Tensor:
             # BatchNorm changes its statistics, which the backward pass still needs as they are.
-            given = {name: buffer.clone() for name, buffer in step.layers.named_buffers()}
-            trained = {k: p for k, p in step.layers.named_parameters() if p.requires_grad}
+            given = {name: buffer.clone() for name, buffer in module.layers.named_buffers()}
+            trained = {k: p for k, p in module.layers.named_parameters() if p.requires_grad}
             given |= zip(trained, split_like(row_P, trained.values()), strict=True)
             with torch.no_grad():
-                return step.activation(xs, lambda *xs: functional_call(step.layers, given, xs))
+                return module.activation(xs, lambda *xs: functional_call(module.layers, given, xs))
 
         return self.strategy.pull(h_BH, activation)
 
@@ -229,7 +297,7 @@ class Shared:
         self._put(torch.cat([self.strategy.take(own[: self._learnt], agreed_P), rest]))
         self.samples = 0
         self.strategy.asked = False
-        self._step.optimization.version += 1
+        self._optimization.changed()
         if self.differences is not None:
             self.differences.base = agreed_P.clone()
 

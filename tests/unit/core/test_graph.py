@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from dni_runtime import load
 from dni_runtime.core.chain import Backprop, LocalChain
-from dni_runtime.core.export import export_model
+from dni_runtime.core.export import connect, export_model
 from dni_runtime.core.layers import Add
-from dni_runtime.core.network import connect
 from dni_runtime.core.sums import KEPT, GradientSum
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import DataInfo, WorkerSpec

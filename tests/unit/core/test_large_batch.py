@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.large_batch import LAMB, LARS
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.core.training import LAMB, LARS
 from dni_runtime.errors import SpecError
 from dni_runtime.worker.checkpoint import restore, snapshot
 from tests.specs import specs_of

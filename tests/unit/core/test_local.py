@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.interfaces import build_interface
 from dni_runtime.core.interfaces.base import Boundary
-from dni_runtime.core.interfaces.heads import HeadOptions, build_head
-from dni_runtime.core.interfaces.local import Local
+from dni_runtime.core.interfaces.local import HeadOptions, Local, build_head
 from dni_runtime.spec import Choice, DataInfo, TensorSpec, WorkerSpec
 from tests.specs import float32, int64, specs_of
 

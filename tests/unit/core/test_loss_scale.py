@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core import loss_scale
+from dni_runtime.core import optimization
 from dni_runtime.core.optimization import Optimization
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
@@ -30,7 +30,7 @@ def specs(interface: str, settings: str = FLOAT16) -> tuple[WorkerSpec, ...]:
     return specs_of(text + "on_nan: skip\n", INFO)
 
 
-def scale_of(step: ModuleStep) -> loss_scale.LossScale:
+def scale_of(step: ModuleStep) -> optimization.LossScale:
     assert step.optimization.scale is not None
     return step.optimization.scale
 
@@ -42,7 +42,7 @@ def batch(draw: torch.Generator) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_is_torchs_grad_scaler(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tail, whose factor falls until nothing overflows, and grows after four good updates."""
-    monkeypatch.setattr(loss_scale, "_GROWTH_STEPS", 4)
+    monkeypatch.setattr(optimization, "_GROWTH_STEPS", 4)
     step = ModuleStep(specs("exact")[2], device)
     scale_of(step).value = START
     model = copy.deepcopy(step.layers)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.piece import Piece, tie
-from dni_runtime.core.section import Section
+from dni_runtime.core.program import Section
 from dni_runtime.core.source import NetworkSpec, Wrapped, build_network, read_tensor
 from dni_runtime.core.tracing import trace
 from dni_runtime.errors import SpecError

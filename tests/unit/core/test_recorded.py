@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from dni_runtime.core.finite import state_finite
 from dni_runtime.core.piece import Piece
-from dni_runtime.core.program import Program
-from dni_runtime.core.section import Section
+from dni_runtime.core.program import Program, Section
 from dni_runtime.core.source import NetworkSpec
 from dni_runtime.core.tracing import trace
 from dni_runtime.errors import SpecError

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.evaluation import evaluate
-from dni_runtime.core.interfaces.heads import HeadOptions, build_head
+from dni_runtime.core.interfaces.local import HeadOptions, build_head
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import DataInfo, WorkerSpec
 from tests.specs import float32, int64, specs_of

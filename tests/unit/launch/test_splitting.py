@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from dni_runtime import Chain
 from dni_runtime.core.chain import inputs_of
+from dni_runtime.core.export import connect
 from dni_runtime.core.layers import build_module
-from dni_runtime.core.network import connect
 from dni_runtime.errors import DataError, DniError, SpecError, UsageError
 from dni_runtime.launch.prepare import importing_from
 from dni_runtime.launch.splitting import Taken, split_chain

@@ -9,7 +9,7 @@ import torch
 
 from dni_runtime.core.replication import Sync, build_compression
 from dni_runtime.core.replication.compression import Differences, words_of
-from dni_runtime.core.replication.message import Message
+from dni_runtime.core.replication.shared import Message
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError, WireError
 from dni_runtime.spec import Choice

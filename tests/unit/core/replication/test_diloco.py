@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dni_runtime.core.replication.diloco import DiLoCo
+from dni_runtime.core.replication.strategies import DiLoCo
 
 
 def test_diloco_is_sgd_with_nesterov_momentum_on_the_distance() -> None:

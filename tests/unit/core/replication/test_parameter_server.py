@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dni_runtime.core.replication import Message, Sync
-from dni_runtime.core.replication.parameter_server import ParameterServer
+from dni_runtime.core.replication.strategies import ParameterServer
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
 from dni_runtime.spec.replicas import with_replicas

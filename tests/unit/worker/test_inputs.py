@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dni_runtime.core.inputs import InputModel
+from dni_runtime.worker.idle import InputModel
 from tests.specs import float32, int64
 
 SHAPES = {"vector": (6,), "maps": (2, 3, 3), "tokens": (5, 4)}
