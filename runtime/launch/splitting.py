@@ -20,10 +20,9 @@ from dni_runtime.spec import Choice, DataSpec
 from dni_runtime.spec.load import explain_details, parse_choice, parse_yaml
 from dni_runtime.split.balance import Balance
 from dni_runtime.split.chainfile import HEADER, write_chain
-from dni_runtime.split.network import chain_name, network_of, take_apart
+from dni_runtime.split.network import chain_name, load_weights, network_of, take_apart
 from dni_runtime.split.part import Part
 from dni_runtime.split.plan import Request
-from dni_runtime.split.weights import load_weights
 
 
 @dataclass(frozen=True)

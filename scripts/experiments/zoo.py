@@ -34,7 +34,7 @@ from dni_runtime.errors import DniError, SpecError
 from dni_runtime.launch.chain import Chain
 from dni_runtime.launch.prepare import importing_from
 from dni_runtime.launch.splitting import split_chain
-from dni_runtime.split.weights import load_weights
+from dni_runtime.split.network import load_weights
 
 SOURCES = Path(__file__).parent / "networks"
 sys.path.insert(0, str(SOURCES.parent))

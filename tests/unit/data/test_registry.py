@@ -9,8 +9,7 @@ import pytest
 import torch
 from pydantic import Field
 
-from dni_runtime.data import DATASETS, describe, open_data, with_defaults
-from dni_runtime.data.registry import DataSet
+from dni_runtime.data import DATASETS, DataSet, describe, open_data, with_defaults
 from dni_runtime.data.source import Found, MemorySplit
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import DataInfo, DataSpec
