@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
@@ -132,6 +132,7 @@ def test_evaluation_reads_all_in_order() -> None:
     assert list(source(evaluation=0).eval_batches()) == []
 
 
+@settings(deadline=None)
 @given(
     samples=st.integers(2, 120),
     tested=st.integers(0, 20),
@@ -188,6 +189,7 @@ def test_a_validation_part_that_leaves_nothing(validation: int) -> None:
     assert describe(DataSpec(validation=0.25), Path()).eval_samples == 359
 
 
+@settings(deadline=None)
 @given(
     samples=st.integers(1, 200),
     rows=st.integers(1, 9),
