@@ -115,6 +115,31 @@ def test_a_killed_worker_is_started_again(
     assert not world.processes["bottom"].told
 
 
+def test_a_restart_waits_until_the_plan_is_written(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    """A supervisor that takes over would start the attempt before it again, beside this one."""
+
+    def full() -> None:
+        record.run.plan.unlink()
+        record.run.plan.mkdir()
+
+    started = dict[int, float]()
+    world.on_start = lambda one: (
+        started.update({one.worker.attempt: world.now}) if one.worker.module == "middle" else None
+    )
+    world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
+    world.at.append((3, full))
+    world.exits(4, middle=-9)
+    world.at.append((12, record.run.plan.rmdir))
+    finish(world, 20)
+    state = supervise().run()
+    assert (state.phase, list(started)) == ("finished", [1, 2])
+    assert 12 <= started[2] < 13
+    kept = {worker.module: worker.attempt for worker in LaunchPlan.read(record.run).workers}
+    assert kept == {"bottom": 1, "middle": 2, "top": 1}
+
+
 def test_a_module_that_diverges_ends_the_run(
     world: World, supervise: MakeSupervisor, record: Record
 ) -> None:

@@ -271,6 +271,45 @@ def test_who_is_waited_for_longer(world: World, state: str, restarts: int, end_s
     assert end_s <= world.age_s <= end_s + 6
 
 
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ({}, False),
+        ({"tail": ("restarting", 1)}, True),
+        ({"tail": ("connecting", 0)}, False),
+        ({"tail": ("connecting", 0), "side": ("restarting", 1)}, True),
+        ({"tail": ("connecting", 0), "side": ("running", 1)}, False),
+        ({"tail": ("running", 1), "side": ("restarting", 1)}, False),
+        ({"side": ("restarting", 1)}, False),
+    ],
+)
+def test_a_neighbour_may_wait_itself_for_one_that_is_restarted(
+    world: World, states: dict[str, tuple[str, int]], expected: bool
+) -> None:
+    """At the first start of all nobody is restarted: who does not come then never will."""
+    modules = {name: {"state": state, "restarts": n} for name, (state, n) in states.items()}
+    write_json(world.run.state, {"updated": world.now_s, "modules": modules}, durable=False)
+    assert world.neighbours().expected("tail") == expected
+
+
+def test_a_supervisor_that_writes_nothing_for_a_minute_restarts_nobody(world: World) -> None:
+    """Of its clock, which may differ from this host's, only the changes count."""
+    known = world.neighbours()
+    modules = {"tail": {"state": "restarting", "restarts": 1}}
+
+    def beat(updated: float) -> None:
+        write_json(world.run.state, {"updated": updated, "modules": modules}, durable=False)
+
+    beat(1e6)
+    assert known.expected("tail")
+    world.sleep(59)
+    assert known.expected("tail")
+    world.sleep(2)
+    assert not known.expected("tail")
+    beat(7.0)
+    assert known.expected("tail")
+
+
 @pytest.mark.parametrize("again", [True, False])
 def test_a_module_downstream_that_has_finished(world: World, again: bool) -> None:
     """A report of an earlier start does not count when all modules start."""
