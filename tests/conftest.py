@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dni_runtime.garbage import collect_seldom
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
 from dni_runtime.spec.edge import EdgeSpec
 from tests.specs import float32, int64
@@ -66,6 +68,14 @@ def eventually(
     while not condition():
         assert time.monotonic() < until, f"not within {within_s} s: {what}"
         time.sleep(every_s)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run's folder in which nothing has happened."""
+    run = RunDir(tmp_path)
+    run.create()
+    return run
 
 
 _FLOAT_4 = float32(4)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dni_runtime.core.resolve import worker_specs
+from dni_runtime.errors import SpecError
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 
 
@@ -19,3 +22,13 @@ def int64(*shape: int) -> TensorSpec:
 def specs_of(text: str, info: DataInfo) -> tuple[WorkerSpec, ...]:
     """Return the specs of the modules of a chain file's text."""
     return worker_specs(parse_chain(text), info)
+
+
+def refused(
+    text: str, info: DataInfo, message: str, at: str | tuple[str | int, ...] | None = None
+) -> SpecError:
+    """Check that a chain is refused by these words (a pattern), and where; return the error."""
+    with pytest.raises(SpecError, match=message) as caught:
+        specs_of(text, info)
+    assert at in (None, caught.value.path, caught.value.location)
+    return caught.value

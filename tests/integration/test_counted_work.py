@@ -33,15 +33,11 @@ from dni_runtime.link import InputLink, OutputLink
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.wire import Kind, nbytes
-from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
-from dni_runtime.worker.ledger import Ledger, Progress
-from dni_runtime.worker.metrics import MetricsWriter
-from dni_runtime.worker.resume import Start
 from dni_runtime.worker.server import ModuleServer
-from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item, Position
+from tests.integration.serving import worker_of
 from tests.specs import float32, int64, specs_of
 
 SAMPLES, FEATURES, CUTS = 64, 256, 2
@@ -187,8 +183,8 @@ class Served:
     def __init__(
         self, stack: ExitStack, folder: Path, workers: tuple[WorkerSpec, ...], items: Iterator[Item]
     ) -> None:
-        run, stop = RunDir(folder), StopRequest()
-        stack.callback(stop.close)
+        run = RunDir(folder)
+        run.create()
         self.inputs: dict[str, InputLink] = {}
         self.outputs: dict[str, OutputLink] = {}
         self.servers: dict[str, ModuleServer] = {}
@@ -202,22 +198,13 @@ class Served:
                 output.connect(address, deadline_s=30, stop=partial(greet, below))
             if worker.sources:
                 self.inputs[worker.module] = stack.enter_context(InputLink(worker, run="run"))
-            step = self.steps[worker.module] = ModuleStep(worker)
-            step.measure_late = False
-            writer = CheckpointWriter(run, worker.module, list(MODULES), 1, lambda error: None)
-            stack.callback(writer.close)
-            ledger = Ledger(folder / f"{worker.module}.json", Progress())
-            stack.callback(ledger.close)
-            server = ModuleServer(
-                step,
-                metrics=MetricsWriter(run, worker, 1, progress=ledger.progress),
-                checkpoints=writer,
-                stop=stop,
+            made = stack.enter_context(worker_of(run, worker))
+            self.steps[worker.module] = made.step
+            made.step.measure_late = False
+            server = made.server(
                 stream=items if worker.head else None,
                 input=Join([[self.inputs[worker.module]]]) if worker.sources else None,
                 output=Fanout([[self.outputs[worker.module]]]) if worker.targets else None,
-                start=Start(),
-                ledger=ledger,
             )
             self.servers = {worker.module: server, **self.servers}
 

@@ -127,7 +127,6 @@ def test_writing_metrics_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 def serve(folder: Path, interface: str) -> Served:
     """Serve a chain of three modules until it ends."""
-    RunDir(folder).create()
     samples = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
     items = [
         *islice(stream([(samples, samples[:, :4].argmax(1))]), BATCHES),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,17 +35,15 @@ def at(batch: int) -> Position:
 
 
 def head(
-    tmp_path: Path,
+    run: RunDir,
     make_spec: MakeSpec,
     output: OutputLink | None,
     start: Start,
     ledger: Ledger | None = None,
 ) -> Head:
     """A head whose stream is nothing but batches."""
-    run = RunDir(tmp_path)
-    run.create()
     if ledger is None:
-        ledger = Ledger(tmp_path / "counts", Progress())
+        ledger = Ledger(run.ledger("stem"), Progress())
         ledger.close()
     first = start.position.batch + 1
     stream = (Item(1, at(n), x=X, y_BY=Y) for n in range(first, 100))
@@ -54,8 +51,8 @@ def head(
     return Head(stream, start=start, ledger=ledger, metrics=metrics, output=output)
 
 
-def test_a_marker_that_is_asked_for_comes_next(tmp_path: Path, make_spec: MakeSpec) -> None:
-    made = head(tmp_path, make_spec, None, Start())
+def test_a_marker_that_is_asked_for_comes_next(run: RunDir, make_spec: MakeSpec) -> None:
+    made = head(run, make_spec, None, Start())
     assert isinstance(made.next(), Batch)
     made.want(Mark.CHECKPOINT)
     made.want(Mark.STOP)
@@ -64,28 +61,26 @@ def test_a_marker_that_is_asked_for_comes_next(tmp_path: Path, make_spec: MakeSp
     batch = made.next()
     assert isinstance(batch, Batch)
     assert (batch.id, made.position) == (3, at(2))
-    (written,) = LineReader(RunDir(tmp_path).marks("stem"), Requested.parse).new()
+    (written,) = LineReader(run.marks("stem"), Requested.parse).new()
     assert written == Requested(id=2, mark=int(Mark.CHECKPOINT | Mark.STOP))
 
 
 def test_a_marker_that_cannot_be_noted_travels(
-    tmp_path: Path, make_spec: MakeSpec, caplog: pytest.LogCaptureFixture
+    run: RunDir, make_spec: MakeSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = head(tmp_path, make_spec, None, Start())
-    RunDir(tmp_path).marks("stem").mkdir()  # what cannot be written to
+    made = head(run, make_spec, None, Start())
+    run.marks("stem").mkdir()  # what cannot be written to
     made.want(Mark.CHECKPOINT)
     assert made.next() == Marker(1, 0, Mark.CHECKPOINT)
     assert "will not do at 1 what was requested" in caplog.text
 
 
-def test_a_restarted_head_repeats_its_stream(tmp_path: Path, make_spec: MakeSpec) -> None:
+def test_a_restarted_head_repeats_its_stream(run: RunDir, make_spec: MakeSpec) -> None:
     """What it is asked for waits until ids come that nobody has had."""
     start = Start(cut=3, again=True, first_id=3, position=at(2))
-    run = RunDir(tmp_path)
-    run.create()
     Requested(id=4, mark=int(Mark.CHECKPOINT)).append(run.marks("stem"))
-    with closing(Ledger(tmp_path / "counts", Progress(Counts(id=5)))) as ledger:
-        made = head(tmp_path, make_spec, None, start, ledger)
+    with closing(Ledger(run.ledger("stem"), Progress(Counts(id=5)))) as ledger:
+        made = head(run, make_spec, None, start, ledger)
         made.want(Mark.STOP)
         given = []
         for _ in range(5):
@@ -99,9 +94,9 @@ def test_a_restarted_head_repeats_its_stream(tmp_path: Path, make_spec: MakeSpec
 
 
 def test_it_remembers_what_it_may_have_to_send_again(
-    tmp_path: Path, make_spec: MakeSpec, output: OutputLink
+    run: RunDir, make_spec: MakeSpec, output: OutputLink
 ) -> None:
-    made = head(tmp_path, make_spec, output, Start())
+    made = head(run, make_spec, output, Start())
     for _ in range(4):
         batch = made.next()
         assert isinstance(batch, Batch)
@@ -111,8 +106,8 @@ def test_it_remembers_what_it_may_have_to_send_again(
     assert made.oldest() == (3, at(2))
 
 
-def test_without_a_neighbour_nothing_comes_again(tmp_path: Path, make_spec: MakeSpec) -> None:
-    made = head(tmp_path, make_spec, None, Start())
+def test_without_a_neighbour_nothing_comes_again(run: RunDir, make_spec: MakeSpec) -> None:
+    made = head(run, make_spec, None, Start())
     for _ in range(4):
         made.next()
     assert made.oldest() is None

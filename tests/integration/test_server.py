@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +22,24 @@ from dni_runtime.link import Batch, InputLink, Marker, OutputLink
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import TailRole, parse_chain
 from dni_runtime.wire import Mark, Mode
-from dni_runtime.worker import metrics as worker_metrics
-from dni_runtime.worker.checkpoint import CheckpointWriter
+from dni_runtime.worker import metrics
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
-from dni_runtime.worker.ledger import Ledger, Progress
-from dni_runtime.worker.metrics import MetricsWriter
-from dni_runtime.worker.resume import Start, begin
-from dni_runtime.worker.server import ModuleServer, Outcome
+from dni_runtime.worker.resume import begin
+from dni_runtime.worker.server import Outcome
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item, Stream, items
 from tests.conftest import MakeSpec
+from tests.integration.serving import worker_of
 from tests.lines import read_lines
 
 
 def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
-    tmp_path: Path, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Upstream is gone; who looks from another host knows only the times in the state file."""
-    monkeypatch.setattr(worker_metrics, "REPORT_S", 0.02)
-    run, stop = RunDir(tmp_path), StopRequest()
-    run.create()
+    monkeypatch.setattr(metrics, "REPORT_S", 0.02)
     spec = make_spec("tail", tail=TailRole(metrics=()), stop_grace_s=0.5)
-    ledger = Ledger(run.ledger("tail"), Progress())
-    metrics = MetricsWriter(run, spec, 1, progress=ledger.progress)
-    metrics.set_state("running")
-    writer = CheckpointWriter(run, "tail", ["tail"], 1, lambda error: None)
     times: set[float] = set()
     doing: set[str] = set()
     done = threading.Event()
@@ -60,27 +51,16 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
             doing.add(seen["doing"])
 
     looking = threading.Thread(target=look)
-    looking.start()
-    try:
-        with InputLink(spec, run="run") as input:
-            server = ModuleServer(
-                ModuleStep(spec),
-                metrics=metrics,
-                checkpoints=writer,
-                stop=stop,
-                start=Start(),
-                ledger=ledger,
-                input=Join([[input]]),
-            )
-            stop._handle(signal.SIGTERM, None)
-            with metrics.report.regularly():
-                assert server.serve() is Outcome.STOPPED
-    finally:
-        done.set()
-        looking.join()
-        writer.close()
-        ledger.close()
-        stop.close()
+    with worker_of(run, spec) as worker, InputLink(spec, run="run") as input:
+        worker.metrics.set_state("running")
+        looking.start()
+        try:
+            worker.stop._handle(signal.SIGTERM, None)
+            with worker.metrics.report.regularly():
+                assert worker.server(input=Join([[input]])).serve() is Outcome.STOPPED
+        finally:
+            done.set()
+            looking.join()
     assert len(times) >= 4
     assert "input" in doing
 
@@ -101,7 +81,6 @@ class Whole:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        run.create()
         chain = parse_chain(CHAIN)
         (self.spec,) = worker_specs(chain, describe(chain.data, Path()))
         self.source = open_data(chain.data, Path(), seed=chain.seed)
@@ -109,26 +88,16 @@ class Whole:
 
     def serve(self, resume: str, look: Callable[[Item, StopRequest], None]) -> Outcome:
         """Serve from where the run stands; ``look`` sees each item before the server does."""
-        assert self.spec.head is not None
-        self.step, stop = ModuleStep(self.spec), StopRequest()
-        start, ledger = begin(resume, self.spec, self.run, self.step, ["whole"])
-        metrics = MetricsWriter(self.run, self.spec, 1, progress=ledger.progress)
-        writer = CheckpointWriter(self.run, "whole", ["whole"], 2, pytest.fail)
+        self.step = ModuleStep(self.spec)
+        begun = begin(resume, self.spec, self.run, self.step, ["whole"])
+        with worker_of(self.run, self.spec, begun=begun, step=self.step) as worker:
 
-        def seen() -> Iterator[Item]:
-            for item in items(self.source, self.spec.head, start.position):  # type: ignore[arg-type]
-                look(item, stop)
-                yield item
+            def seen() -> Iterator[Item]:
+                for item in items(self.source, self.spec.head, begun[0].position):  # type: ignore[arg-type]
+                    look(item, worker.stop)
+                    yield item
 
-        try:
-            return ModuleServer(
-                self.step, metrics=metrics, checkpoints=writer, stop=stop, start=start,
-                ledger=ledger, stream=seen(),
-            ).serve()  # fmt: skip
-        finally:
-            writer.close()
-            ledger.close()
-            stop.close()
+            return worker.server(stream=seen()).serve()
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in read_lines(self.run.metrics("whole")) if line["kind"] == kind]
@@ -137,9 +106,9 @@ class Whole:
 @pytest.mark.parametrize("interruption", ["none", "stop", "death"])
 @pytest.mark.parametrize(("phase", "batch"), [("eval", 2), ("test", 1), ("test", 4), ("test", 8)])
 def test_the_test_set_is_evaluated_once_and_whole(
-    tmp_path: Path, interruption: str, phase: str, batch: int
+    run: RunDir, interruption: str, phase: str, batch: int
 ) -> None:
-    whole = Whole(RunDir(tmp_path))
+    whole = Whole(run)
 
     def interrupt(item: Item, stop: StopRequest) -> None:
         at = item.position
@@ -167,11 +136,11 @@ def test_the_test_set_is_evaluated_once_and_whole(
 
 
 def test_the_module_hears_of_the_end_of_each_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test set's begins right after one of held-out samples; so recurrent layers begin anew."""
     heard: list[int] = []
-    whole = Whole(RunDir(tmp_path))
+    whole = Whole(run)
     monkeypatch.setattr(ModuleStep, "end_evaluation", lambda step: heard.append(step.batches))
     assert whole.serve("auto", lambda item, stop: None) is Outcome.FINISHED
     assert heard == [4, 8, 8]
@@ -188,32 +157,23 @@ modules:
 """
 
 
-def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(tmp_path: Path) -> None:
+def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(run: RunDir) -> None:
     """The head sends again what the tail was trained on before both were restarted."""
-    run, stop, had = RunDir(tmp_path), StopRequest(), 10
-    run.create()
-    chain = parse_chain(LATE)
+    had, chain = 10, parse_chain(LATE)
     spec, below = worker_specs(chain, describe(chain.data, Path()))
     assert spec.head is not None
-    step, source = ModuleStep(spec), open_data(chain.data, Path(), seed=1)
-    ledger = Ledger(run.ledger("a"), Progress())
-    writer = CheckpointWriter(run, "a", ["a"], 1, lambda error: None)
+    stream = Stream(open_data(chain.data, Path(), seed=1), spec.head)
     outcomes: list[Outcome] = []
     with (
-        closing(stop), closing(writer), closing(ledger),
+        worker_of(run, spec) as worker,
         InputLink(below, run="run", received=had, again=True) as input,
         OutputLink(spec, run="run") as output,
-    ):  # fmt: skip
-        address = input.bind(f"ipc://{tmp_path}/b.sock")
+    ):
+        address = input.bind(f"ipc://{run.root}/b.sock")
 
         def serve() -> None:
             output.connect(address, deadline_s=10)
-            metrics = MetricsWriter(run, spec, 1, progress=ledger.progress)
-            server = ModuleServer(
-                step, metrics=metrics, checkpoints=writer, stop=stop,
-                start=Start(), ledger=ledger, stream=Stream(source, spec.head),  # type: ignore[arg-type]
-                output=Fanout([[output]]),
-            )  # fmt: skip
+            server = worker.server(stream=stream, output=Fanout([[output]]))
             outcomes.append(server.serve())
 
         serving = threading.Thread(target=serve)
@@ -236,10 +196,10 @@ def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(tmp_p
             assert over, "it waits for gradients that will not come"
             assert input.finish(10)
         finally:
-            stop._handle(signal.SIGTERM, None)
+            worker.stop._handle(signal.SIGTERM, None)
             serving.join(30)
     assert outcomes == [Outcome.FINISHED]
-    assert step.counters.given_up == had
+    assert worker.step.counters.given_up == had
 
 
 FULL = """\
@@ -253,29 +213,22 @@ modules:
 """
 
 
-def test_a_restarted_head_is_answered_while_there_is_no_room_downstream(tmp_path: Path) -> None:
+def test_a_restarted_head_is_answered_while_there_is_no_room_downstream(run: RunDir) -> None:
     """In a graph, downstream may wait for that head before it makes room."""
-    run, stop = RunDir(tmp_path), StopRequest()
-    run.create()
     chain = parse_chain(FULL)
     a, b, c = worker_specs(chain, describe(chain.data, Path()))
-    ledger = Ledger(run.ledger("b"), Progress())
-    writer = CheckpointWriter(run, "b", ["b"], 1, lambda error: None)
     with (
-        closing(stop), closing(writer), closing(ledger),
-        InputLink(b, run="run") as input, OutputLink(b, run="run") as output,
+        worker_of(run, b) as worker,
+        InputLink(b, run="run") as input,
+        OutputLink(b, run="run") as output,
         InputLink(c, run="run") as full,
-    ):  # fmt: skip
-        address = input.bind(f"ipc://{tmp_path}/b.sock")
-        below = full.bind(f"ipc://{tmp_path}/c.sock")
-        metrics = MetricsWriter(run, b, 1, progress=ledger.progress)
+    ):
+        address = input.bind(f"ipc://{run.root}/b.sock")
+        below = full.bind(f"ipc://{run.root}/c.sock")
 
         def serve() -> None:
             output.connect(below, deadline_s=10)
-            ModuleServer(
-                ModuleStep(b), metrics=metrics, checkpoints=writer, stop=stop,
-                start=Start(), ledger=ledger, input=Join([[input]]), output=Fanout([[output]]),
-            ).serve()  # fmt: skip
+            worker.server(input=Join([[input]]), output=Fanout([[output]])).serve()
 
         serving = threading.Thread(target=serve)
         serving.start()
@@ -285,7 +238,7 @@ def test_a_restarted_head_is_answered_while_there_is_no_room_downstream(tmp_path
                 head.connect(address, deadline_s=10)
                 until_s = time.monotonic() + 20
                 id = 0
-                while metrics.doing != "window" or head.room:
+                while worker.metrics.doing != "window" or head.room:
                     assert time.monotonic() < until_s
                     if head.room:
                         id += 1
@@ -297,5 +250,5 @@ def test_a_restarted_head_is_answered_while_there_is_no_room_downstream(tmp_path
                 restarted.connect(address, deadline_s=10)
                 assert restarted.connected
         finally:
-            stop._handle(signal.SIGTERM, None)
+            worker.stop._handle(signal.SIGTERM, None)
             serving.join(30)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,13 +12,6 @@ from dni_runtime.documents.state import RunState, process_birth, shell_status
 from dni_runtime.errors import DataError
 from dni_runtime.files import read_json, write_json
 from dni_runtime.rundir import RunDir
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path)
-    run.create()
-    return run
 
 
 def test_a_run_without_state_is_new(run: RunDir) -> None:
@@ -36,15 +26,6 @@ def test_round_trip(run: RunDir) -> None:
     assert state.active
     assert (state.pid, state.host) == (os.getpid(), socket.gethostname())
     assert [module.attempt for module in state.modules.values()] == [2, 2]
-
-
-def test_a_dead_supervisor_is_noticed(run: RunDir) -> None:
-    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    state = RunState.begin("process", 1, ["a"])
-    state.pid, state.born = process.pid, process_birth(process.pid)
-    process.communicate()
-    state.write(run)
-    assert RunState.read(run).phase == "lost"
 
 
 def without_supervisor(run: RunDir, *reports: str) -> RunState:
@@ -180,27 +161,6 @@ def test_something_else(run: RunDir, document: object) -> None:
     write_json(run.state, document)
     with pytest.raises(DataError, match="not a valid run state"):
         RunState.read(run)
-
-
-def test_birth_of_a_process_with_an_odd_name(tmp_path: Path) -> None:
-    link = tmp_path / "a) R 1 (b"
-    link.symlink_to(sys.executable)
-    process = subprocess.Popen([str(link), "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        own, birth = process_birth(os.getpid()), process_birth(process.pid)
-        assert own is not None
-        assert birth is not None
-        assert birth >= own
-    finally:
-        process.communicate(b"\n")
-    assert process_birth(process.pid) is None
-
-
-def test_a_zombie_has_ended() -> None:
-    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert process_birth(process.pid) is None
-    process.wait()
 
 
 def test_shell_status() -> None:

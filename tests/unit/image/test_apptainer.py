@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 
 import pytest
 
-from dni_runtime.errors import BuildError, UnavailableError, UsageError
+from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.image import apptainer
 from dni_runtime.image.apptainer import Apptainer, Mount
 
@@ -107,25 +106,6 @@ def test_missing_program_says_how_to_get_it(tmp_path: Path) -> None:
         apptainer.find_apptainer({"DNI_APPTAINER": str(tmp_path / "none"), "PATH": ""})
 
 
-def _program(path: Path, answer: str) -> Path:
-    path.write_text(f"#!/bin/sh\necho '{answer}'\n")
-    path.chmod(0o755)
-    return path
-
-
-def test_program_on_the_path_is_found(tmp_path: Path) -> None:
-    program = _program(tmp_path / "apptainer", "1.3.6")
-    found = apptainer.find_apptainer({"PATH": str(tmp_path)})
-    assert found == Apptainer(program, "apptainer", (1, 3, 6))
-    assert str(found) == "apptainer 1.3.6"
-
-
-def test_too_old_program_is_refused(tmp_path: Path) -> None:
-    program = _program(tmp_path / "apptainer", "1.0.3")
-    with pytest.raises(UnavailableError, match=r"too old: 1\.0\.3"):
-        apptainer.find_apptainer({"DNI_APPTAINER": str(program)})
-
-
 @pytest.mark.parametrize(
     ("line", "word"),
     [
@@ -139,40 +119,6 @@ def test_known_failures_have_a_hint(line: str, word: str) -> None:
     hint = apptainer.hint_for(["INFO: fine", line])
     assert hint is not None
     assert word in hint
-
-
-def test_failed_program_shows_its_last_lines(tmp_path: Path) -> None:
-    code = "for i in range(100): print('line', i)\nraise SystemExit(3)"
-    seen: list[str] = []
-    log = tmp_path / "log"
-    with pytest.raises(BuildError, match="testing failed with exit status 3") as caught:
-        apptainer.stream(
-            [sys.executable, "-c", code], what="testing", on_line=seen.append, log=log, tail_lines=5
-        )
-    assert caught.value.tail == tuple(f"line {i}" for i in range(95, 100))
-    assert len(seen) == 100
-    assert log.read_text().splitlines() == seen
-    assert str(log) in str(caught.value)
-
-
-def test_program_that_cannot_start_is_unavailable(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match="cannot be started"):
-        apptainer.stream([str(tmp_path / "none")], what="testing")
-    with pytest.raises(UnavailableError, match="cannot be started"):
-        apptainer.capture([str(tmp_path / "none")], what="testing")
-
-
-def test_program_that_takes_too_long_is_ended() -> None:
-    with pytest.raises(BuildError, match=r"longer than 0\.2 s"):
-        apptainer.capture(
-            [sys.executable, "-c", "import time; time.sleep(30)"], what="testing", timeout_s=0.2
-        )
-
-
-def test_program_that_prints_too_much_is_ended() -> None:
-    code = "import sys\nwhile True: sys.stdout.write('x' * 4096)"
-    with pytest.raises(BuildError, match="testing printed more than 10000 bytes"):
-        apptainer.capture_bytes([sys.executable, "-c", code], what="testing", most_bytes=10_000)
 
 
 def test_settings_for_other_containers_stay_outside() -> None:

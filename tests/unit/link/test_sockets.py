@@ -60,14 +60,3 @@ def test_a_connection_that_ends_at_the_last_part() -> None:
 def test_other_errors_are_not_hidden() -> None:
     with pytest.raises(WorkerError, match="sending failed: "):
         send(FailingSocket(0, zmq.ETERM))
-
-
-def test_nothing_ends_a_connection_while_a_large_frame_is_under_way() -> None:
-    """A frame may take longer than any heartbeat's timeout (zeromq/libzmq#2709)."""
-    context = sockets.open_context()
-    for make in (sockets.input_socket, sockets.output_socket):
-        socket = make(context, window=4, frame_limit=1 << 20)
-        assert socket.getsockopt(zmq.HEARTBEAT_IVL) == 0
-        assert socket.getsockopt(zmq.TCP_KEEPALIVE) == 1
-        socket.close()
-    context.term()

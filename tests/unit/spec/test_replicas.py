@@ -14,7 +14,7 @@ from dni_runtime.spec.edge import replica_of
 from dni_runtime.spec.modules import ElasticSpec
 from dni_runtime.spec.named import module_of, number_of
 from dni_runtime.spec.replicas import modules_of, with_replicas, workers_of
-from tests.specs import float32, int64, specs_of
+from tests.specs import float32, int64, refused, specs_of
 
 INFO = DataInfo(sample=float32(8), label=int64(), classes=8)
 OWN = "data: {path: 'x-{replica}'}"
@@ -309,8 +309,7 @@ def test_a_recurrent_layer_needs_all_batches() -> None:
         "- {name: c, layers: [Flatten, {Linear: {in_features: 64, out_features: 8}}]}\n"
     )
     tokens = int64(8)
-    with pytest.raises(SpecError, match="a recurrent layer needs all batches"):
-        specs_of(text, INFO.model_copy(update={"sample": tokens}))
+    refused(text, INFO.model_copy(update={"sample": tokens}), "a recurrent layer needs all batches")
 
 
 @pytest.mark.parametrize(
@@ -327,8 +326,7 @@ def test_interfaces_that_wait_leave_nothing_for_replicas(interface: str, message
         f"- {{name: a, layers: [{LINEAR}]}}\n- {{name: b, replicas: 2, layers: [{LINEAR}]}}\n"
         f"- {{name: c, layers: [{LINEAR}]}}\n"
     )
-    with pytest.raises(SpecError, match=message):
-        specs_of(text, INFO)
+    refused(text, INFO, message)
 
 
 def placed(places: str) -> ChainSpec:

@@ -26,6 +26,7 @@ from dni_runtime.wire import (
     header_version,
 )
 
+Y = ["y", "int64", [2]]
 LIMITS = Limits(tensors=3, buffer_bytes=1 << 12)
 
 BATCH = Message(
@@ -91,6 +92,11 @@ def with_field(message: Message, index: int, value: Any) -> list[bytes | memoryv
     changed = fields(message)
     changed[index] = value
     return [msgpack.packb(changed), *buffers]
+
+
+def with_rows(h: list[Any], y: list[Any]) -> list[bytes | memoryview]:
+    """A batch whose tensors are described so."""
+    return with_field(BATCH, 9, [h, y])
 
 
 def reason(frames: list[Any], limits: Limits = LIMITS) -> str:
@@ -312,55 +318,19 @@ BIG = bytes((1 << 12) + 1)
         pytest.param(with_field(EXAMPLES[6], 6, 1), "kind", id="ack with mode"),
         pytest.param(with_field(BATCH, 9, {}), "header", id="map as table"),
         pytest.param(with_field(BATCH, 9, [1, 2]), "header", id="numbers as rows"),
+        pytest.param(with_rows(["h", "float32"], ["y", "int64"]), "header", id="short rows"),
+        pytest.param(with_rows(["h", "complex64", [3]], Y), "dtype", id="unknown dtype"),
+        pytest.param(with_rows(["h", ["float32"], [6]], Y), "dtype", id="array as dtype"),
+        pytest.param(with_rows(["h", "float32", [-2, -3]], Y), "shape", id="negative sizes"),
+        pytest.param(with_rows(["h", "float32", [2, 3.0]], Y), "shape", id="float size"),
+        pytest.param(with_rows(["h", "float32", [6, True]], Y), "shape", id="bool size"),
+        pytest.param(with_rows(["h", "float32", [1] * 9], Y), "shape", id="nine sizes"),
+        pytest.param(with_rows(["h", "float32", [1 << 30] * 2], Y), "truncated", id="vast sizes"),
         pytest.param(
-            with_field(BATCH, 9, [["h", "float32"], ["y", "int64"]]), "header", id="short rows"
+            with_rows(["y", "float32", [6]], ["h", "int64", [2]]), "count", id="swapped tensors"
         ),
         pytest.param(
-            with_field(BATCH, 9, [["h", "complex64", [3]], ["y", "int64", [2]]]),
-            "dtype",
-            id="unknown dtype",
-        ),
-        pytest.param(
-            with_field(BATCH, 9, [["h", ["float32"], [6]], ["y", "int64", [2]]]),
-            "dtype",
-            id="array as dtype",
-        ),
-        pytest.param(
-            with_field(BATCH, 9, [["h", "float32", [-2, -3]], ["y", "int64", [2]]]),
-            "shape",
-            id="negative sizes",
-        ),
-        pytest.param(
-            with_field(BATCH, 9, [["h", "float32", [2, 3.0]], ["y", "int64", [2]]]),
-            "shape",
-            id="float size",
-        ),
-        pytest.param(
-            with_field(BATCH, 9, [["h", "float32", [6, True]], ["y", "int64", [2]]]),
-            "shape",
-            id="bool size",
-        ),
-        pytest.param(
-            with_field(BATCH, 9, [["h", "float32", [1] * 9], ["y", "int64", [2]]]),
-            "shape",
-            id="nine sizes",
-        ),
-        pytest.param(
-            with_field(BATCH, 9, [["h", "float32", [1 << 30, 1 << 30]], ["y", "int64", [2]]]),
-            "truncated",
-            id="astronomic sizes",
-        ),
-        pytest.param(
-            with_field(BATCH, 9, [["y", "float32", [6]], ["h", "int64", [2]]]),
-            "count",
-            id="swapped tensors",
-        ),
-        pytest.param(
-            with_field(
-                EXAMPLES[10],
-                9,
-                [["h", "int8", [2, 3]], ["g_scale", "float32", [3]], ["y", "int64", [2]]],
-            ),
+            with_field(EXAMPLES[10], 9, [["h", "int8", [2, 3]], ["g_scale", "float32", [3]], Y]),
             "count",
             id="scales of another tensor",
         ),

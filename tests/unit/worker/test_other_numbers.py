@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,13 +54,6 @@ class Begun:
     @property
     def weight(self) -> float:
         return float(next(self.step.layers.parameters()).detach().flatten()[0])
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path)
-    run.create()
-    return run
 
 
 def failed(error: CheckpointError) -> None:

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import threading
-from pathlib import Path
-
 import pytest
 import torch
 
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.cuts import remove_temporaries
 from dni_runtime.errors import DamagedError
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataInfo, WorkerSpec
@@ -21,7 +13,6 @@ from dni_runtime.worker import checkpoint, resume
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
 from dni_runtime.worker.resume import Start, begin, document, forget_later
 from dni_runtime.worker.stream import Position
-from tests.conftest import eventually
 from tests.specs import float32, int64, specs_of
 
 CHAIN = """\
@@ -41,13 +32,6 @@ modules:
 def workers(policy: str = "on-failure") -> tuple[WorkerSpec, ...]:
     info = DataInfo(sample=float32(4), label=int64(), classes=3)
     return specs_of(CHAIN % policy, info)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path)
-    run.create()
-    return run
 
 
 def write(run: RunDir, spec: WorkerSpec, *, cut: int = 0, snapshot: int = 0, step: int = 0) -> None:
@@ -118,18 +102,6 @@ def test_a_head_that_is_restarted_does_not_go_back_beyond_where_the_chain_has_be
     assert (found.again, found.first_id, found.position.batch) == (True, 11, 8)
     found, *_ = start(run, spec, "own")
     assert (found.again, found.first_id, found.position.batch) == (True, 10, 7)
-
-
-def test_what_it_has_written_on_another_host_may_be_seen_late(run: RunDir) -> None:
-    spec = workers()[1]
-    write(run, spec, cut=10, step=8)
-    start(run, spec, "10", attempt=4, first=4)
-    ledger, hidden = run.ledger("b"), run.root / "not seen yet"
-    ledger.rename(hidden)
-    later = threading.Timer(0.5, hidden.rename, [ledger])
-    later.start()
-    assert start(run, spec, "10", attempt=5, first=4)[0].again
-    later.join()
 
 
 def test_one_that_died_before_it_had_begun_begins_with_the_others(
@@ -216,53 +188,3 @@ def test_a_schedule_of_batches_catches_up(run: RunDir) -> None:
     ledger.close()
     assert schedule.last_epoch == 3
     assert ledger.progress.counts.step == 18
-
-
-WRITES = """\
-import os, sys, torch
-from pathlib import Path
-from dni_runtime.rundir import RunDir
-from dni_runtime.worker.checkpoint import CheckpointWriter
-for _ in sys.stdin:
-    if child := os.fork():
-        os.waitpid(child, 0)
-        print("ended", flush=True)
-        continue
-    writer = CheckpointWriter(RunDir(Path(sys.argv[1])), "b", ["b"], 1000, print)
-    tensors = {"x": torch.zeros(4_000_000)}
-    for cut in range(1, 10_000):
-        writer.write_snapshot(cut, tensors, {}) if cut % 2 else writer.write(cut, tensors, {})
-        print(os.getpid(), flush=True)
-"""
-"""For each line a process that writes until it is killed."""
-
-
-def test_killed_while_it_writes(run: RunDir) -> None:
-    """Whatever is found then, is whole; what was half-written is removed."""
-
-    def half_written() -> list[Path]:
-        return list(run.root.rglob(".b.*"))
-
-    left = 0
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITES, str(run.root)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-    ) as process:  # fmt: skip
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for _ in range(5):
-            process.stdin.write("\n")
-            child = [int(process.stdout.readline()) for _ in range(3)][-1]
-            try:
-                eventually("it writes", half_written, every_s=0.001)
-            finally:
-                os.kill(child, signal.SIGKILL)
-            while process.stdout.readline() != "ended\n":
-                pass
-            left += bool(half_written())
-            remove_temporaries(run, ["b"])
-            state = checkpoint.read_newest(run, "b")
-            assert state is not None
-            assert state[0]["x"].shape == (4_000_000,)
-            assert not half_written()
-    assert left, "no kill came while it wrote"

@@ -147,9 +147,7 @@ def test_all_replicas_supply_one_stream(tmp_path: Path, seed: int) -> None:
         assert torch.equal(ours.y, y_BY)
 
 
-def test_nobody_passes_its_id_before_all_have_said_theirs(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.create()
+def test_nobody_passes_its_id_before_all_have_said_theirs(run: RunDir) -> None:
     one, two = (Rounds(run, spec, 3, [10, 2, None]) for spec in specs(2))
     one.join(Insertion(5, Mark.CHECKPOINT))
     assert (one.holds(4), one.holds(5), one.holds(6)) == (False, True, True)
@@ -180,9 +178,7 @@ def test_the_only_head_of_this_start_needs_nobody(tmp_path: Path) -> None:
     assert Mark.STOP in second.mark
 
 
-def test_who_ends_the_stream_lets_the_others_go_on_until_their_own_end(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.create()
+def test_who_ends_the_stream_lets_the_others_go_on_until_their_own_end(run: RunDir) -> None:
     one, two = (Rounds(run, spec, 3, [1]) for spec in specs(2))
     one.join(Insertion(9, Mark.END))
     two.look()
@@ -191,18 +187,14 @@ def test_who_ends_the_stream_lets_the_others_go_on_until_their_own_end(tmp_path:
     assert two.agreed == Insertion(9, Mark.END | Mark.CHECKPOINT)
 
 
-def test_streams_of_different_lengths_are_an_error(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.create()
+def test_streams_of_different_lengths_are_an_error(run: RunDir) -> None:
     one, two = specs(2)
     Rounds(run, one, 1, [10, 2, None])
     with pytest.raises(DataError, match=r"'a.2' has \[9, 2, None\] samples .* 'a.1' has \[10,"):
         Rounds(run, two, 1, [9, 2, None])
 
 
-def test_a_full_disk_holds_replicas_until_there_is_room(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.create()
+def test_a_full_disk_holds_replicas_until_there_is_room(run: RunDir) -> None:
     one, two = (Rounds(run, spec, 1, [1]) for spec in specs(2))
     path = run.marks("a.1")
     kept = path.read_bytes()

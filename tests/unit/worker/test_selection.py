@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-from pathlib import Path
 
 import pytest
 
@@ -25,13 +24,6 @@ modules:
   - {name: b, layers: [{Linear: {in_features: 5, out_features: 3}}]}
 """
 INFO = DataInfo(sample=float32(6), label=int64(), classes=3)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path)
-    run.create()
-    return run
 
 
 def selection(run: RunDir, cut: int = 0, rises: bool = True, min_delta: float = 0.0) -> Selection:

@@ -1,0 +1,54 @@
+"""A module's server in this process, with all that it needs beside its links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.rundir import RunDir
+from dni_runtime.spec import WorkerSpec
+from dni_runtime.worker.checkpoint import CheckpointWriter
+from dni_runtime.worker.ledger import Ledger, Progress
+from dni_runtime.worker.metrics import MetricsWriter
+from dni_runtime.worker.resume import Start
+from dni_runtime.worker.server import ModuleServer
+from dni_runtime.worker.signals import StopRequest
+
+
+@dataclass
+class Worker:
+    """What a module's server needs."""
+
+    step: ModuleStep
+    stop: StopRequest
+    ledger: Ledger
+    checkpoints: CheckpointWriter
+    metrics: MetricsWriter
+    start: Start
+
+    def server(self, **ends: Any) -> ModuleServer:
+        return ModuleServer(**vars(self), **ends)
+
+
+@contextmanager
+def worker_of(
+    run: RunDir,
+    spec: WorkerSpec,
+    *,
+    begun: tuple[Start, Ledger] | None = None,
+    step: ModuleStep | None = None,
+) -> Iterator[Worker]:
+    """Make a worker, and close its files; by default it begins with the run."""
+    start, ledger = begun or (Start(), Ledger(run.ledger(spec.module), Progress()))
+    with (
+        closing(StopRequest()) as stop,
+        closing(ledger),
+        closing(CheckpointWriter(run, spec.module, [spec.module], 2, pytest.fail)) as writer,
+    ):
+        metrics = MetricsWriter(run, spec, 1, progress=ledger.progress)
+        yield Worker(step or ModuleStep(spec), stop, ledger, writer, metrics, start)
