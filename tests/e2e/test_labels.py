@@ -20,7 +20,7 @@ from dni_runtime.spec import ChainSpec, DataSpec, parse_chain
 from dni_runtime.wire import Kind, Limits, Message, decode
 from tests.e2e.conftest import PAUSE, PAUSES, Site, eventually
 from tests.e2e.workers import Chain, largest_difference
-from tests.integration.link.tap import Tap
+from tests.integration.link.relay import Relay
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -84,7 +84,7 @@ def test_no_frame_has_a_sample_or_a_label(make: Callable[[ChainSpec], Chain]) ->
     weights = {}
     for where in ("head", "tail"):
         chain = make(parse_chain(text(f"{DIGITS}, labels: {where}", transport="tcp")))
-        taps, options = list[Tap](), list[str]()
+        relays, options = list[Relay](), list[str]()
         with ExitStack() as stack:
             for name in "cba":
                 chain.start_one(name, *options)
@@ -92,10 +92,10 @@ def test_no_frame_has_a_sample_or_a_label(make: Callable[[ChainSpec], Chain]) ->
                     break
                 chain.wait_until(chain.run.endpoint(name).exists)
                 address = (read_json(chain.run.endpoint(name)) or {})["address"]
-                taps.append(stack.enter_context(Tap(address)))
-                options = ["--connect", taps[-1].address]
+                relays.append(stack.enter_context(Relay(address)))
+                options = ["--connect", relays[-1].address]
             assert set(chain.wait().values()) == {0}, chain.logs()
-        streams = [bytes(way) for tap in taps for way in (tap.down, tap.up)]
+        streams = [bytes(way) for relay in relays for way in (relay.down, relay.up)]
         found = [one for one in written if any(one in stream for stream in streams)]
         assert len(found) == (len(labels) if where == "head" else 0)  # as they are, int64
         assert not any(one in stream for one in samples for stream in streams)

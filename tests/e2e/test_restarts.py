@@ -23,7 +23,7 @@ from tests.e2e.conftest import (
     eventually,
     processes_of,
 )
-from tests.integration.link.tap import Tap
+from tests.integration.link.relay import Relay
 from tests.lines import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -242,14 +242,14 @@ def test_what_hangs_is_named_and_started_again(site: Site) -> None:
     hang.touch()
     stalls("'bottom'", "one batch")
     record = read_json(site.latest.endpoint("top")) or {}
-    with Tap(record["address"]) as tap:
-        write_json(site.latest.endpoint("top"), record | {"address": tap.address})
+    with Relay(record["address"]) as relay:
+        write_json(site.latest.endpoint("top"), record | {"address": relay.address})
         stopped = RunState.read(site.latest).modules["middle"].pid
         assert stopped is not None
         os.kill(stopped, signal.SIGSTOP)
         stalls("'middle'", "not reported")
-        assert tap.down  # the next start of the module has found it
-        tap.swallows = True
+        assert relay.down  # the next start of the module has found it
+        relay.swallows = True
         stalls("'middle'", "'top'", "the link")
     assert {one["module"] for one in happened(site, "run_stalled")} == {"bottom", "middle", "top"}
     assert site.json("stop")["state"] == "stopped"

@@ -93,8 +93,7 @@ def test_exact_is_backprop_however_often_a_connection_is_lost(
     chain = make(spec)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    relay = Relay(address)
-    try:
+    with Relay(address) as relay:
         chain.start(b=("--connect", relay.address), c=("--listen", address))
         for cuts in range(8):
             chain.wait_until(
@@ -102,8 +101,6 @@ def test_exact_is_backprop_however_often_a_connection_is_lost(
             )
             relay.cut()
         assert set(chain.wait().values()) == {0}, chain.logs()
-    finally:
-        relay.close()
     assert relay.connections > 8
     assert largest_difference(chain.weights(), reference_weights(spec, 600)) < 1e-4
 

@@ -16,6 +16,7 @@ import zmq
 from dni_runtime.keys import KeyPair, KnownKeys
 from dni_runtime.link import Batch, InputLink, Marker, OutputLink
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.wire import Mode
 
 MakeSpec = Callable[..., WorkerSpec]
 DEADLINE_S = 10.0
@@ -120,6 +121,59 @@ class Links:
     def tensors(id: int, samples: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
         """A batch that tells its id."""
         return torch.full((samples, 4), float(id)), torch.full((samples,), id % 4)
+
+
+class Stream:
+    """Two links over which batches flow, whoever else connects."""
+
+    def __init__(self, output: OutputLink, input: InputLink, address: str) -> None:
+        self.output, self.input, self.address = output, input, address
+        self._sent = self.got = 0
+
+    def _send(self) -> None:
+        self._sent += 1
+        self.output.send_batch(self._sent, 0, Mode.TRAIN, *Links.tensors(self._sent))
+
+    def _take(self) -> None:
+        self.output.receive()
+        item = self.input.receive()
+        if item is not None:
+            assert isinstance(item, Batch)
+            self.got += 1
+            assert (item.id, item.xs[0][0, 0]) == (self.got, self.got)
+            self.input.send_gradient(item.id, item.xs[0], item.id)
+
+    def step(self) -> None:
+        """Take what has come, and send a batch if there is room."""
+        self._take()
+        if self.output.room:
+            self._send()
+
+    def drive(self, count: int) -> None:
+        """Let so many more batches through, with all gradients."""
+        goal = self._sent + count
+
+        def done() -> bool:
+            self._take()
+            while self.output.room and self._sent < goal:
+                self._send()
+            return self.got == goal and self.output.in_flight == 0
+
+        Links.until(done, f"batch {goal}")
+
+    def until_refused(self, count: int, *reasons: str) -> None:
+        """Wait until so many are refused, by default for any reason; then let batches through.
+
+        Nothing is sent meanwhile: the input end shall take what strangers send as fast as it can.
+        """
+        refused = self.input.counters.refused
+
+        def done() -> bool:
+            self._take()
+            return sum(refused[one] for one in reasons or refused) >= count
+
+        Links.until(done, f"{count} refused, only {refused}")
+        self.drive(20)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from dni_runtime.wire import (
     decode,
     encode,
 )
+from tests.integration.link.conftest import Stream
 
 Raw = Callable[[int], "zmq.Socket[bytes]"]
 JUNK = 10_000
@@ -74,44 +75,8 @@ def junk(count: int) -> list[list[bytes]]:
     return messages
 
 
-class Stream:
-    """A healthy pair of links, driven while others misbehave."""
-
-    def __init__(self, links: Any, address: str) -> None:
-        self._links = links
-        self.output, self.input, self.address = links.pair(address)
-        self._sent = self.got = 0
-
-    def drive(self, count: int) -> None:
-        """Let so many more batches through, with their gradients."""
-        goal = self.got + count
-
-        def step() -> bool:
-            self.output.receive()
-            while self.output.room and self._sent < goal:
-                self._sent += 1
-                h, y = self._links.tensors(self._sent)
-                self.output.send_batch(self._sent, 0, Mode.TRAIN, h, y)
-            item = self.input.receive()
-            if item is not None:
-                self.got += 1
-                assert item.id == self.got
-                assert item.xs[0][0, 0] == item.id
-                self.input.send_gradient(item.id, item.xs[0], item.id)
-            return self.got == goal and self.output.in_flight == 0
-
-        self._links.until(step, f"batch {goal}")
-
-    def settle(self, refused: int) -> None:
-        """Let the input end work until it has refused so many."""
-        self._links.until(
-            lambda: self.input.receive() is None and self.input.counters.refused.total() >= refused,
-            f"{refused} refused, only {self.input.counters.refused}",
-        )
-
-
 def test_ten_thousand_messages_of_a_stranger(links: Any, address: str, raw: Raw) -> None:
-    stream = Stream(links, address)
+    stream = Stream(*links.pair(address))
     stream.drive(5)
     stranger = raw(zmq.DEALER)
     stranger.connect(stream.address)
@@ -119,7 +84,7 @@ def test_ten_thousand_messages_of_a_stranger(links: Any, address: str, raw: Raw)
         stranger.send_multipart(frames)
         if number % 500 == 0:
             stream.drive(5)
-    stream.settle(JUNK)
+    stream.until_refused(JUNK)
     assert stream.input.counters.refused.total() == JUNK
     assert not stream.output.counters.refused
     stream.drive(50)
@@ -127,25 +92,25 @@ def test_ten_thousand_messages_of_a_stranger(links: Any, address: str, raw: Raw)
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_message_of_a_stranger(links: Any, address: str, raw: Raw, name: str) -> None:
-    stream = Stream(links, address)
+    stream = Stream(*links.pair(address))
     stranger = raw(zmq.DEALER)
     stranger.connect(stream.address)
     stranger.send_multipart(BROKEN[name][0])
-    stream.settle(1)
+    stream.until_refused(1)
     stream.drive(10)
     assert stream.input.counters.refused.total() == 1
 
 
 def test_a_stranger_learns_nothing_but_the_invitation(links: Any, address: str, raw: Raw) -> None:
-    stream = Stream(links, address)
+    stream = Stream(*links.pair(address))
     stranger = raw(zmq.DEALER)
     stranger.setsockopt(zmq.PROBE_ROUTER, 1)
     stranger.connect(stream.address)
     stranger.send_multipart(GOOD)
-    stream.settle(1)
+    stream.until_refused(1)
     for _ in range(3):
         stranger.send_multipart(GOOD)
-    stream.settle(4)
+    stream.until_refused(4)
     for _ in range(2):  # for its connection, and for its first batch
         reply = decode(stranger.recv_multipart(), Limits(0, 0))
         assert (reply.kind, reply.body["field"]) == (Kind.REFUSE, "hello")
@@ -156,18 +121,18 @@ def test_a_stranger_learns_nothing_but_the_invitation(links: Any, address: str, 
 def test_a_frame_beyond_the_limit_ends_the_strangers_connection(
     links: Any, address: str, raw: Raw
 ) -> None:
-    stream = Stream(links, address)
+    stream = Stream(*links.pair(address))
     stranger = raw(zmq.DEALER)
     stranger.connect(stream.address)
     stranger.send_multipart([HEADER, bytes(8 << 20), bytes(16)])
     stream.drive(50)
     if address.startswith("tcp"):  # nobody watches the sockets that only their owner can reach
-        stream.settle(1)
+        stream.until_refused(1)
     assert set(stream.input.counters.refused) <= {"connection"}
 
 
 def test_a_stranger_that_does_not_speak_zeromq(links: Any) -> None:
-    stream = Stream(links, "tcp://127.0.0.1:*")
+    stream = Stream(*links.pair("tcp://127.0.0.1:*"))
     port = int(stream.address.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
@@ -176,14 +141,14 @@ def test_a_stranger_that_does_not_speak_zeromq(links: Any) -> None:
 
 def test_a_flood_does_not_starve_the_stream(links: Any, address: str, raw: Raw) -> None:
     """One call handles a bounded number of frames, and ZeroMQ takes from each peer in turn."""
-    stream = Stream(links, address)
+    stream = Stream(*links.pair(address))
     strangers = [raw(zmq.DEALER) for _ in range(4)]
     for stranger in strangers:
         stranger.connect(stream.address)
         for _ in range(2000):
             stranger.send(b"flood")
     stream.drive(20)
-    stream.settle(8000)
+    stream.until_refused(8000)
 
 
 class BrokenPeer:
@@ -283,7 +248,7 @@ def test_an_oversized_frame_of_an_accepted_peer_costs_a_reconnection(
     links: Any, address: str
 ) -> None:
     """libzmq ends the connection; the link comes up again and nothing is lost."""
-    stream = Stream(links, address)
+    stream = Stream(*links.pair(address))
     stream.drive(3)
     stream.output._socket.send_multipart([HEADER, bytes(8 << 20), bytes(16)])
     stream.drive(50)

@@ -11,6 +11,7 @@ from dni_runtime.keys import KeyPair, KnownKeys
 from dni_runtime.spec import LinksSpec
 from dni_runtime.wire import Mode
 from tests.integration.link.conftest import two_rings
+from tests.integration.link.relay import Relay
 
 CURVE = LinksSpec(transport="tcp", security="curve", window=4)
 PLAIN = LinksSpec(transport="tcp", window=4)
@@ -41,18 +42,16 @@ def test_neighbours_that_know_each_other(links: Any) -> None:
 
 def test_nothing_can_be_read_on_the_way(links: Any, make_spec: Any) -> None:
     """What one sees who forwards the bytes: neither the run's name nor an activation."""
-    from tests.integration.link.tap import Tap
-
     name = "a-run-with-a-secret-name"
     keys = two_rings()
     for security, visible in (("curve", False), ("none", True)):
         settings = LinksSpec(transport="tcp", security=security, window=4)
         input = links.input(run=name, keys=keys[1], links=settings)
         output = links.output(run=name, keys=keys[0], links=settings)
-        with Tap(input.bind(ADDRESS)) as tap:
-            links.shake(output, input, tap.address)
+        with Relay(input.bind(ADDRESS)) as relay:
+            links.shake(output, input, relay.address)
             drive(links, output, input, range(1, 5))
-            assert (name.encode() in tap.down) == visible
+            assert (name.encode() in relay.down) == visible
 
 
 def test_a_key_that_is_not_on_the_list(links: Any) -> None:

@@ -322,8 +322,7 @@ def test_a_closed_socket_is_an_error_of_ours(use: Any) -> None:
 
 def test_connections_that_break_again_and_again_lose_nothing(links: Any) -> None:
     input, output = links.input(), links.output()
-    relay = Relay(input.bind("tcp://127.0.0.1:*"))
-    try:
+    with Relay(input.bind("tcp://127.0.0.1:*")) as relay:
         links.shake(output, input, relay.address)
         got: list[int] = []
         sent = 0
@@ -347,15 +346,12 @@ def test_connections_that_break_again_and_again_lose_nothing(links: Any) -> None
         assert got == list(range(1, 301))
         assert output.counters.handshakes == input.counters.handshakes == 5
         assert input.counters.gaps == 0
-    finally:
-        relay.close()
 
 
 def test_a_waiting_sender_is_woken_by_a_reconnection(links: Any) -> None:
     """A full window sends nothing: the new connection itself has to wake both ends up."""
     input, output = links.input(), links.output()
-    relay = Relay(input.bind("tcp://127.0.0.1:*"))
-    try:
+    with Relay(input.bind("tcp://127.0.0.1:*")) as relay:
         links.shake(output, input, relay.address)
         send(links, output, 1, 2, 3, 4)
         links.collect(input, 4)
@@ -371,8 +367,6 @@ def test_a_waiting_sender_is_woken_by_a_reconnection(links: Any) -> None:
             assert input.receive() is None
         input.ack(4)
         assert output.flush(links.DEADLINE_S)
-    finally:
-        relay.close()
 
 
 CHILD = """
@@ -424,8 +418,7 @@ def test_a_stall_over_two_lost_connections(links: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Sender, "greeted", note)
     input, output = links.input(), links.output()
-    relay = Relay(input.bind("tcp://127.0.0.1:*"))
-    try:
+    with Relay(input.bind("tcp://127.0.0.1:*")) as relay:
         links.shake(output, input, relay.address)
         seen = 0
 
@@ -445,8 +438,6 @@ def test_a_stall_over_two_lost_connections(links: Any, monkeypatch: pytest.Monke
         assert [item.id for item in items] == [1, 2]
         assert seen
         assert input.counters.refused["handshake"] > 0
-    finally:
-        relay.close()
 
 
 def test_nothing_ends_a_connection_while_a_large_frame_is_under_way() -> None:

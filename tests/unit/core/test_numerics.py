@@ -93,16 +93,6 @@ def test_delayed_updates_only_when_the_gradient_comes(small: Any) -> None:
     assert chain.steps[0].counters.given_up == 0
 
 
-@pytest.mark.parametrize("interface", ["mixed", "synthetic", "local", "delayed", "corrected"])
-def test_every_interface_learns(small: Any, interface: str) -> None:
-    chain = LocalChain(small(interface), delay=2)
-    data = batches(200)
-    for x, y in data:
-        chain.train_batch(x, y)
-    correct = sum(int((chain.predict(x).argmax(1) == y).sum()) for x, y in batches(20, seed=1))
-    assert correct / 320 > 0.9
-
-
 IN_PLACE = """\
 name: x
 data: {{batch_size: 16}}
@@ -322,20 +312,6 @@ def test_a_critic_stands_gradients_that_are_still_zero() -> None:
     torch.testing.assert_close(loss, torch.tensor(1.0))
     loss.backward()  # type: ignore[no-untyped-call]
     assert all(p.grad is None or p.grad.isfinite().all() for p in synthesizer.parameters())
-
-
-def test_the_label_changes_the_prediction_only_when_conditioned() -> None:
-    activation = float32(6)
-    for name in ("linear", "low-rank", "mlp"):
-        with_label = build_synthesizer(Choice(name=name), activation, LABEL, 3)
-        without = build_synthesizer(Choice(name=name), activation, None, 3)
-        for one in (with_label, without):
-            for p in one.parameters():
-                nn.init.normal_(p)
-            one.eval()
-        h, a, b = torch.randn(4, 6), torch.tensor([0, 1, 2, 0]), torch.tensor([1, 2, 0, 1])
-        assert not torch.equal(with_label(h, a), with_label(h, b))
-        assert torch.equal(without(h, a), without(h, b))
 
 
 def test_regression_gradient_is_autograds(small: Any) -> None:

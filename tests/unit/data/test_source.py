@@ -57,16 +57,6 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
     assert labels(source(seed=2**63 - 1).train_batches(0)) != first
 
 
-def test_the_global_generator_is_left_alone() -> None:
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    one = source()
-    list(one.train_batches(0))
-    list(one.eval_batches())
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_without_shuffle_the_order_is_the_files() -> None:
     assert labels(source(shuffle=False).train_batches(7)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 

@@ -54,19 +54,6 @@ def test_describes_and_reads(user_module, tmp_path) -> None:
     assert sum(len(y) for _, y in source.eval_batches()) == 3
 
 
-def test_order_is_the_same_after_a_restart(user_module, tmp_path) -> None:
-    spec = make(user_module)
-
-    def order(epoch: int, start: int = 0, seed: int = 1) -> list[float]:
-        batches = open_data(spec, tmp_path, seed=seed).train_batches(epoch, start)
-        return torch.cat([x[:, 0, 0] for x, _ in batches]).tolist()
-
-    assert order(2, start=1) == order(2)[4:]
-    assert sorted(order(2)) == [i * i for i in range(10)]
-    assert order(3) != order(2)
-    assert order(2, seed=2) != order(2)
-
-
 def test_the_global_generator_is_left_alone(user_module, tmp_path) -> None:
     source = open_data(make(user_module), tmp_path, seed=0)
     torch.manual_seed(0)
