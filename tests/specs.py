@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from dni_runtime.core.resolve import worker_specs
@@ -17,6 +19,16 @@ def float32(*shape: int) -> TensorSpec:
 def int64(*shape: int) -> TensorSpec:
     """Return the spec of integers; without sizes, of one for each sample."""
     return TensorSpec(shape=shape, dtype="int64")
+
+
+def linear(*sizes: int, between: str = "") -> str:
+    """Return the text of a chain's modules: a, b, … of a linear layer each, and what is between."""
+    text = "modules:\n"
+    for number, (inputs, outputs) in enumerate(pairwise(sizes)):
+        layer = f"{{Linear: {{in_features: {inputs}, out_features: {outputs}}}}}"
+        more = f", {between}" if between and number < len(sizes) - 2 else ""
+        text += f"- {{name: {'abcdefgh'[number]}, layers: [{layer}{more}]}}\n"
+    return text
 
 
 def specs_of(text: str, info: DataInfo) -> tuple[WorkerSpec, ...]:

@@ -38,19 +38,15 @@ from dni_runtime.worker.join import Join
 from dni_runtime.worker.server import ModuleServer
 from dni_runtime.worker.stream import Item, Position
 from tests.integration.serving import worker_of
-from tests.specs import float32, int64, specs_of
+from tests.specs import float32, int64, linear, specs_of
 
 SAMPLES, FEATURES, CUTS = 64, 256, 2
-CHAIN = f"""\
+CHAIN = """\
 name: counted
-data: {{batch_size: %d}}
-defaults: {{interface: %s, optimizer: {{SGD: {{lr: 0.01}}}}}}
-links: {{dtype: %s}}
-modules:
-  - {{name: a, layers: [{{Linear: {{in_features: 16, out_features: {FEATURES}}}}}, ReLU]}}
-  - {{name: b, layers: [{{Linear: {{in_features: {FEATURES}, out_features: {FEATURES}}}}}, ReLU]}}
-  - {{name: c, layers: [{{Linear: {{in_features: {FEATURES}, out_features: 4}}}}]}}
-"""
+data: {batch_size: %d}
+defaults: {interface: %s, optimizer: {SGD: {lr: 0.01}}}
+links: {dtype: %s}
+""" + linear(16, FEATURES, FEATURES, 4, between="ReLU")
 INFO = DataInfo(sample=float32(16), label=int64(), classes=4)
 MODULES = "abc"
 WARM, COUNTED = 3, 4

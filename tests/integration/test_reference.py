@@ -10,16 +10,14 @@ from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.reference import REFERENCE, train_reference
 from tests.lines import read_lines
+from tests.specs import linear
 
 CHAIN = """\
 name: small
 data: {dataset: digits, batch_size: 64, flatten: true, train_limit: 256, validation: 200}
 epochs: 9
 selection: {patience: %d, min_delta: 1}
-modules:
-  - {name: a, layers: [{Linear: {in_features: 64, out_features: 10}}]}
-  - {name: b, layers: [{Linear: {in_features: 10, out_features: 10}}]}
-"""
+""" + linear(64, 10, 10)
 
 
 @pytest.mark.parametrize(("patience", "epochs"), [(2, 3), (9, 9)])

@@ -32,6 +32,7 @@ from dni_runtime.worker.stream import Item, Stream, items
 from tests.conftest import MakeSpec
 from tests.integration.serving import worker_of
 from tests.lines import read_lines
+from tests.specs import linear
 
 
 def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
@@ -151,10 +152,7 @@ name: two
 data: {dataset: digits, flatten: true, batch_size: 16, train_limit: 320}
 eval_every: 0
 defaults: {interface: {delayed: {max_late: 1}}}
-modules:
-  - {name: a, layers: [{Linear: {in_features: 64, out_features: 8}}]}
-  - {name: b, layers: [{Linear: {in_features: 8, out_features: 10}}]}
-"""
+""" + linear(64, 8, 10)
 
 
 def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(run: RunDir) -> None:
@@ -206,11 +204,8 @@ FULL = """\
 name: full
 data: {dataset: digits, flatten: true, batch_size: 16}
 stop_grace_s: 0.5
-modules:
-  - {name: a, layers: [{Linear: {in_features: 64, out_features: 8}}], interface: mixed}
-  - {name: b, layers: [{Linear: {in_features: 8, out_features: 8}}], interface: mixed}
-  - {name: c, layers: [{Linear: {in_features: 8, out_features: 10}}]}
-"""
+defaults: {interface: mixed}
+""" + linear(64, 8, 8, 10)
 
 
 def test_a_restarted_head_is_answered_while_there_is_no_room_downstream(run: RunDir) -> None:

@@ -11,18 +11,14 @@ from torch import Tensor, nn
 from dni_runtime.core.finite import all_finite, finite, state_finite
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.spec import DataInfo, parse_chain
-from tests.specs import float32, int64, specs_of
+from tests.specs import float32, int64, linear, specs_of
 
 CHAIN = """\
 name: small
 data: {batch_size: 4}
 on_nan: %s
 defaults: {interface: %s, optimizer: {Adam: {lr: 0.1}}}
-modules:
-  - {name: a, layers: [{Linear: {in_features: 6, out_features: 6}}, ReLU]}
-  - {name: b, layers: [{Linear: {in_features: 6, out_features: 5}}, ReLU]}
-  - {name: c, layers: [{Linear: {in_features: 5, out_features: 3}}]}
-"""
+""" + linear(6, 6, 5, 3, between="ReLU")
 INFO = DataInfo(sample=float32(6), label=int64(), classes=3)
 X, Y = torch.arange(24.0).reshape(4, 6) / 24, torch.tensor([0, 1, 2, 0])
 G = torch.ones(4, 5)

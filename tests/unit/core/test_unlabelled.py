@@ -17,7 +17,7 @@ from dni_runtime.errors import SpecError
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.packing import no_labels
 from dni_runtime.spec import Choice, DataInfo, WorkerSpec, parse_chain
-from tests.specs import float32, int64, refused, specs_of
+from tests.specs import float32, int64, linear, refused, specs_of
 
 
 class Own(GradientInterface):
@@ -29,14 +29,7 @@ CHAIN = """\
 name: small
 data: {batch_size: 16, labels: tail}
 %(more)s
-modules:
-  - name: a
-    layers: [{Linear: {in_features: 12, out_features: 8}}, ReLU]
-  - name: b
-    layers: [{Linear: {in_features: 8, out_features: 8}}, ReLU]
-  - name: c
-    layers: [{Linear: {in_features: 8, out_features: 3}}]
-"""
+""" + linear(12, 8, 8, 3, between="ReLU")
 ALONE = "{synthetic: {conditioned: false}}"
 
 
@@ -81,7 +74,7 @@ def test_interfaces_that_need_labels_are_refused(interface: str) -> None:
     ):
         text = CHAIN % {"more": more}
         if name == "b":
-            text = text.replace("- name: b", f"- name: b\n    interface: {interface}")
+            text = text.replace("name: b", f"name: b, interface: {interface}")
         error = refused(text, INFO, "needs labels, and they stay at the tail", at)
         assert f"of module {name!r}" in error.message
         assert error.hint == "use 'exact', 'delayed' or 'synthetic: {conditioned: false}'"

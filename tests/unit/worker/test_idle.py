@@ -13,17 +13,14 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.worker import idle
 from dni_runtime.worker.idle import LABELS_KEPT, SILENT_S, Idle, ReplayBuffer, SyntheticInputs
-from tests.specs import float32, int64, specs_of
+from tests.specs import float32, int64, linear, specs_of
 
 CHAIN = """\
 name: small
 data: {batch_size: 4}
 links: {%s}
 defaults: {interface: {%s: {}}}
-modules:
-  - {name: a, layers: [{Linear: {in_features: 6, out_features: 5}}, ReLU]}
-  - {name: b, layers: [{Linear: {in_features: 5, out_features: 3}}]}
-"""
+""" + linear(6, 5, 3, between="ReLU")
 INFO = DataInfo(sample=float32(6), label=int64(), classes=3)
 Y = torch.tensor([0, 1, 2, 0])
 

@@ -32,17 +32,14 @@ from dni_runtime.worker import metrics
 from dni_runtime.worker.device import Copies
 from dni_runtime.worker.metrics import MetricsFile, MetricsWriter, link_figures
 from tests.lines import read_lines
-from tests.specs import float32, int64, specs_of
+from tests.specs import float32, int64, linear, specs_of
 
 CHAIN = """\
 name: small
 data: {batch_size: 4}
 links: {window: 4}
 defaults: {interface: {%s: {}}}
-modules:
-  - {name: a, layers: [{Linear: {in_features: 6, out_features: 5}}, ReLU]}
-  - {name: b, layers: [{Linear: {in_features: 5, out_features: 3}}]}
-"""
+""" + linear(6, 5, 3, between="ReLU")
 INFO = DataInfo(sample=float32(6), label=int64(), classes=3)
 X, Y = torch.arange(24.0).reshape(4, 6) / 24, torch.tensor([0, 1, 2, 0])
 

@@ -13,20 +13,13 @@ from dni_runtime.worker import checkpoint, resume
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
 from dni_runtime.worker.resume import Start, begin, document, forget_later
 from dni_runtime.worker.stream import Position
-from tests.specs import float32, int64, specs_of
+from tests.specs import float32, int64, linear, specs_of
 
 CHAIN = """\
 name: x
 restart: {policy: %s}
 defaults: {schedule: {StepLR: {step_size: 1}}, schedule_every: batch}
-modules:
-  - name: a
-    layers: [{Linear: {in_features: 4, out_features: 4}}]
-  - name: b
-    layers: [{Linear: {in_features: 4, out_features: 3}}]
-  - name: c
-    layers: [{Linear: {in_features: 3, out_features: 3}}]
-"""
+""" + linear(4, 4, 3, 3)
 
 
 def workers(policy: str = "on-failure") -> tuple[WorkerSpec, ...]:

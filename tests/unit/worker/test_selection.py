@@ -13,16 +13,9 @@ from dni_runtime.errors import SpecError
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataInfo, SelectionRole
 from dni_runtime.worker.selection import Selection
-from tests.specs import float32, int64, specs_of
+from tests.specs import float32, int64, linear, specs_of
 
-CHAIN = """\
-name: small
-metrics: [accuracy]
-%s
-modules:
-  - {name: a, layers: [{Linear: {in_features: 6, out_features: 5}}]}
-  - {name: b, layers: [{Linear: {in_features: 5, out_features: 3}}]}
-"""
+CHAIN = "name: small\nmetrics: [accuracy]\n%s\n" + linear(6, 5, 3)
 INFO = DataInfo(sample=float32(6), label=int64(), classes=3)
 
 
