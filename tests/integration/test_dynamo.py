@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dni_runtime.core.dynamo import postpone_dynamo
-from tests.unit.core.conftest import Chain
+from tests.specs import specs_of
+from tests.unit.core.conftest import CHAIN, INFO
 
 BEGIN = """\
 import sys
@@ -67,7 +68,7 @@ def python() -> Iterator[Python]:
 
 
 @pytest.mark.parametrize("interface", ["mixed", "delayed"])
-def test_a_module_is_trained_without_it(python: Python, small: Chain, interface: str) -> None:
+def test_a_module_is_trained_without_it(python: Python, interface: str) -> None:
     code = """\
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.spec import WorkerSpec
@@ -82,7 +83,8 @@ for text in {specs!r}:
         one.load_state_dict(one.state_dict())
 print(real(), "sympy" in sys.modules)
 """
-    specs = [worker.to_json() for worker in small(interface)]
+    workers = specs_of(CHAIN % (interface, "{Adam: {lr: 0.01}}"), INFO)
+    specs = [worker.to_json() for worker in workers]
     assert python(code.format(specs=specs)) == ["False", "False"]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 from dni_runtime.documents.state import RunState
@@ -68,13 +66,3 @@ def test_a_request_to_stop_that_is_newer_than_the_last_start_counts(
     write_json(record.run.state, {})  # the start that it ended
     prepare_runtime_files(record.run, plan)
     assert not record.run.stop_request.exists()
-
-
-def test_a_supervisor_makes_keys_without_torch() -> None:
-    """It would take 200 MiB of the node that all its workers' memory is counted on."""
-    program = (
-        "import sys, dni_runtime.launch.start, dni_runtime.launch.run\n"
-        "from dni_runtime import keys\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -124,7 +124,7 @@ def test_what_a_worker_started_ends_with_it(
 PARENT = """\
 import sys, time
 from pathlib import Path
-from tests.unit.launch.test_processes import plan, starter_of
+from tests.integration.launch.test_processes import plan, starter_of
 starter = starter_of(sys.argv[3], tied=sys.argv[4] == "tied")
 print(starter.start(plan(Path(sys.argv[1]), sys.argv[2], sys.argv[3])).pid, flush=True)
 time.sleep(60)
