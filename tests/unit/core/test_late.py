@@ -268,25 +268,6 @@ def test_micro_batches_are_backprop_with_accumulation(small: Any, size: int, opt
     assert [step.batches for step in chain.steps] == [count] * 3
 
 
-def test_a_batch_in_parts_is_the_batch(small: Any) -> None:
-    """The gradient is the whole batch's (without BatchNorm, whose statistics are of a part)."""
-    tail = small("exact", "{SGD: {lr: 0.1}}")[2]
-    ((x, y),) = batches(1, size=10)
-    x = x[:, :8]
-    whole, cut = ModuleStep(tail), ModuleStep(tail)
-    whole.forward(1, x)
-    (sent,) = whole.update(y)
-    answers = []
-    for id, (part, x_part, y_part) in enumerate(parts_of(x, y, 3), start=1):
-        cut.forward(id, x_part, part)
-        answers += cut.update(y_part)
-    assert sent is not None
-    torch.testing.assert_close(torch.cat([one for one in answers if one is not None]), sent)
-    for ours, theirs in zip(cut.layers.parameters(), whole.layers.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    assert (cut.batches, whole.batches) == (1, 1)
-
-
 @pytest.mark.parametrize("interface", ["mixed", "local", "delayed"])
 def test_lost_parts_end_their_batch(small: Any, interface: str) -> None:
     """A gap in the stream loses what was in it, and no more."""

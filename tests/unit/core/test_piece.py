@@ -226,6 +226,21 @@ def run(spec: NetworkSpec, pieces: Sequence[Piece], cuts: Sequence[str], *xs: Te
     return output
 
 
+def alike(pieces: Sequence[Piece], whole: nn.Module) -> set[str]:
+    """Check that pieces have the network's statistics and gradients; return what they have."""
+    names = set[str]()
+    for piece in pieces:
+        state = piece.network.state_dict()
+        for name, value in state.items():
+            assert torch.equal(value, whole.state_dict()[name]), name
+        for name, p in piece.network.named_parameters():
+            wanted = whole.get_parameter(name).grad
+            assert (p.grad is None) == (wanted is None), name
+            assert p.grad is None or torch.equal(p.grad, wanted), name  # type: ignore[arg-type]
+        names |= set(state)
+    return names
+
+
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize(
     "cuts", [(), ("stem",), ("first", "second"), ("stem", "first.conv", "third")]
@@ -244,18 +259,7 @@ def test_pieces_are_the_network(cuts: tuple[str, ...], train: bool) -> None:
     assert torch.equal(found, expected)
     expected.square().sum().backward()
     found.square().sum().backward()
-    gradients = {name: one.grad for name, one in whole.named_parameters()}
-    state = whole.state_dict()
-    names = set[str]()
-    for piece in pieces:
-        for name, one in piece.network.named_parameters():
-            wanted = gradients[name]
-            assert (one.grad is None) == (wanted is None), name
-            assert one.grad is None or torch.equal(one.grad, wanted)  # type: ignore[arg-type]
-        for name, value in piece.network.state_dict().items():
-            assert torch.equal(value, state[name]), name  # BatchNorm's statistics, too
-        names |= set(piece.network.state_dict())
-    assert names == set(state)
+    assert alike(pieces, whole) == set(whole.state_dict())
 
 
 def test_what_follows_from_the_data_is_computed_again() -> None:
@@ -367,14 +371,7 @@ def test_one_of_several_outputs(form: str, returns: str | int) -> None:
         assert torch.equal(Wrapped(plain, spec).train(False)(x), expected) or mode
         expected.square().sum().backward()
         found.square().sum().backward()
-        state = plain.state_dict()
-        for piece in pieces:
-            for name, value in piece.network.state_dict().items():
-                assert torch.equal(value, state[name]), name
-            for name, p in piece.network.named_parameters():
-                wanted = plain.get_parameter(name).grad
-                assert (p.grad is None) == (wanted is None), name
-                assert p.grad is None or torch.equal(p.grad, wanted), name
+        alike(pieces, plain)
 
 
 @pytest.mark.parametrize(
