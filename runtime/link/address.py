@@ -14,7 +14,6 @@ from dni_runtime.link import socketfile
 from dni_runtime.link.sockets import cannot_listen
 from dni_runtime.spec import LinksSpec
 
-_SIOCGIFADDR = 0x8915  # netdevice(7): the interface's first IPv4 address
 _SIOCGIFCONF = 0x8912  # netdevice(7): all IPv4 addresses, as an array of struct ifreq
 _IFREQ_BYTES = 40
 _ANY_PORT = "*"
@@ -84,13 +83,17 @@ def interface_name(interface: str) -> str:
     return next(name for name, own in addresses() if own == ip)
 
 
-def interfaces() -> dict[str, str | None]:
-    """This machine's network interfaces with their first IPv4 address."""
-    return {name: _ipv4(name) for _, name in socket.if_nameindex()}
+def interfaces() -> dict[str, _Ip | None]:
+    """This machine's network interfaces, each with the first of its :func:`addresses`."""
+    names = dict.fromkeys(name for _, name in socket.if_nameindex())
+    return {**names, **dict(reversed(addresses()))}
 
 
 def addresses() -> list[tuple[str, _Ip]]:
-    """This machine's addresses that others can reach by themselves, each with its interface."""
+    """This machine's addresses that others can reach by themselves, each with its interface.
+
+    IPv4 addresses come first.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         room = array.array("B", bytes(_IFREQ_BYTES * 256))
         place, _ = room.buffer_info()
@@ -169,31 +172,19 @@ def _of_interface(name: str) -> _Ip:
             location=("links", "interface"),
             hint=_there(),
         )
-    if known[name] is not None:
-        return ipaddress.ip_address(str(known[name]))
-    others = [ip for there, ip in addresses() if there == name]
-    if not others:
+    ip = known[name]
+    if ip is None:
         raise UnavailableError(
             f"the network interface {name!r} has no address",
             location=("links", "interface"),
             hint=_there(),
         )
-    return others[0]
+    return ip
 
 
 def _there() -> str:
-    shown = (f"{name} ({address or 'no IPv4 address'})" for name, address in interfaces().items())
+    shown = (f"{name} ({address or 'no address'})" for name, address in interfaces().items())
     return f"there is: {', '.join(shown)}"
-
-
-def _ipv4(interface: str) -> str | None:
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _try_bind(ip: _Ip, port: int) -> None:
