@@ -220,12 +220,16 @@ def _stat(pid: int) -> list[str] | None:
     return text.rpartition(")")[2].split()
 
 
-def shell_status(returncode: int) -> tuple[int, str | None]:
-    """Return a shell's exit code and the name of the signal, from a ``Popen.returncode``."""
-    if returncode >= 0:
-        return returncode, None
+def shell_status(code: int) -> tuple[int, str | None]:
+    """Return a shell's exit code, and the name of the signal that killed the process.
+
+    ``code`` is an exit code, a shell's 128 + n, or minus the signal.
+    """
+    number = -code if code < 0 else code - 128
+    if not 0 < number < signal.NSIG:
+        return code, None
     try:
-        name = signal.Signals(-returncode).name
+        name = signal.Signals(number).name
     except ValueError:
-        name = f"signal {-returncode}"
-    return 128 - returncode, name
+        name = f"signal {number}"
+    return 128 + number, name

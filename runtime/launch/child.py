@@ -1,25 +1,26 @@
-"""Starts a command that gets a signal when its parent dies; run as a file, by path.
+"""Runs a command for the process that starts it; run as a file, by path.
 
 ::
 
-    python -I -S child.py exec  PARENT SIGNAL COMMAND [ARGUMENT…]
-    python -I -S child.py watch PARENT SIGNAL COMMAND [ARGUMENT…]
-    python -I -S child.py send  PARENT SIGNAL COMMAND [ARGUMENT…]
+    python -I -S child.py tied PARENT COMMAND [ARGUMENT…]
+    python -I -S child.py watch COMMAND [ARGUMENT…]
+    python -I -S child.py send COMMAND [ARGUMENT…]
     python -I -S child.py receive COMMAND [ARGUMENT…]
 
-SIGNAL is sent when the parent dies; 0: the command continues.
+``tied`` is replaced by the command, which gets SIGTERM when its parent dies. A wrapper instead of
+``preexec_fn``: code between fork and exec is unsafe in a parent with threads, and torch starts
+some.
 
-``exec`` is replaced by the command. ``watch`` runs it as a child, forwards signals and exits with
-its status: for programs that lose a parent-death signal, as Apptainer's starter does when it
-changes its credentials (prctl(2), PR_SET_PDEATHSIG).
+The others exit with the command's status, 128 + n after signal n. ``watch`` forwards signals. It
+stands for a container: if Apptainer's starter is setuid root, a host may hide it from its user
+(proc(5), hidepid), but not its watcher.
 
 ``send`` and ``receive`` are the two ends of a connection to another host, such as ssh's. ``send``
 writes the names of signals to the input of its command, the connection, and an empty line every
 few seconds. ``receive``, on the other host, sends these signals to its own command, and kills it
-if the input ends or is silent for too long. Both exit with the status of the distant command.
+if the input ends or is silent for too long.
 
-A wrapper instead of ``preexec_fn``: code between fork and exec is unsafe in a parent with threads,
-and torch starts some. It imports the standard library only and starts in about 10 ms.
+This file imports the standard library only and starts in about 10 ms.
 """
 
 from __future__ import annotations
@@ -37,32 +38,25 @@ _BEAT_S, _SILENT_S = 5, 25  # ssh notices a lost connection later (``launch/ssh.
 _PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
-def main(arguments: list[str]) -> NoReturn:
+def main(mode: str, *arguments: str) -> NoReturn:
     """Run the command line."""
-    if arguments[0] == "receive":
-        receive(arguments[1:])
-    mode, parent, number, command = (
-        arguments[0],
-        int(arguments[1]),
-        int(arguments[2]),
-        arguments[3:],
-    )
-    if number:
-        tie(parent, number)
+    command = list(arguments)
     # A shell's background job ignores these, and so would every program it starts.
-    for one in (signal.SIGINT, signal.SIGQUIT):
-        signal.signal(one, signal.SIG_DFL)
-    if mode in ("watch", "send"):
-        watch(command, send=mode == "send")
-    become(command)
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    if mode == "receive":
+        receive(command)
+    if mode == "tied":
+        end_with(int(command[0]), signal.SIGTERM)
+        become(command[1:])
+    watch(command, send=mode == "send")
 
 
-def tie(parent: int, number: int) -> None:
+def end_with(parent: int, number: int) -> None:
     """Have this process get a signal when its parent dies."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
-        sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it died before prctl
-        sys.exit(128 + number)
+        os._exit(128 + number)
 
 
 def become(command: list[str]) -> NoReturn:
@@ -75,7 +69,7 @@ def become(command: list[str]) -> NoReturn:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def watch(command: list[str], *, send: bool = False) -> NoReturn:
+def watch(command: list[str], *, send: bool) -> NoReturn:
     """Run the command, forward signals, and exit with its status.
 
     ``send``: write the names of signals to its input instead.
@@ -101,15 +95,13 @@ def watch(command: list[str], *, send: bool = False) -> NoReturn:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             break
+    end_as(status)
+
+
+def end_as(status: int) -> NoReturn:
+    """Exit as a process has ended, by its wait status."""
     code = os.waitstatus_to_exitcode(status)
-    if send and 128 < code < 128 + signal.NSIG:
-        code = 128 - code
-    if code < 0:
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def receive(command: list[str]) -> NoReturn:
@@ -121,7 +113,7 @@ def receive(command: list[str]) -> NoReturn:
     me, pid = os.getpid(), os.fork()
     if pid == 0:
         os.setsid()
-        tie(me, signal.SIGKILL)
+        end_with(me, signal.SIGKILL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         become(command)
     inputs, rest = [0, ready], b""
@@ -139,8 +131,7 @@ def receive(command: list[str]) -> NoReturn:
             kill_session(pid)
             inputs = [ready]
     kill_session(pid)  # the rest of it, before its id can be reused
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os._exit(code if code >= 0 else 128 - code)
+    end_as(os.waitpid(pid, 0)[1])
 
 
 def session_of(pid: int) -> int | None:
@@ -165,4 +156,4 @@ def kill_session(leader: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -36,7 +36,7 @@ class Scheduler:
 
     def starter(self, environ: Mapping[str, str]) -> Starter:
         """Return what starts and kills workers; a plan's own variables extend ``environ``."""
-        return LocalStarter(environ, tied=False)  # a later supervisor adopts them
+        return LocalStarter(environ)
 
     def hosts(self, plan: LaunchPlan) -> Hosts | None:
         """Return the hosts of a plan's workers, if a host can be lost and its modules moved."""

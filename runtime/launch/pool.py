@@ -35,6 +35,8 @@ REPORT_S = 5.0
 _REMIND_S = 5.0
 """Seconds between two attempts to write what a worker is told."""
 
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+
 _log = logging.getLogger(__name__)
 
 
@@ -339,20 +341,20 @@ class WorkerPool:
         """Collect the workers that have exited: their modules, killed ones first."""
         ended: list[str] = []
         for name, process in list(self.processes.items()):
-            returncode = process.poll()
-            if returncode == -signal.SIGKILL:  # what it has said of its end comes before
-                returncode = self._ended(name)
-            if returncode is not None and not self._awaits_report(name, returncode):
+            code = process.poll()
+            if code in _KILLED:  # what it has said of its end comes before
+                code = self._ended(name)
+            if code is not None and not self._awaits_report(name, code):
                 del self.processes[name]
                 module = self._modules[name]
-                module.exit_code, module.signal = shell_status(returncode)
+                module.exit_code, module.signal = shell_status(code)
                 ended.append(name)
         # Killed ones first: their neighbours' errors are consequences.
         return sorted(ended, key=lambda name: self._modules[name].signal is None)
 
-    def _awaits_report(self, name: str, returncode: int) -> bool:
+    def _awaits_report(self, name: str, code: int) -> bool:
         """Whether a worker has ended well, but its last report may not be visible here yet."""
-        if returncode:
+        if code:
             return False
         if Report.read(self._run.worker(name)).of(self._modules[name].attempt).state in ENDED:
             self._ended_s.pop(name, None)

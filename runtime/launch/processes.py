@@ -12,18 +12,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
-from dni_runtime.documents.state import ModuleState, lives
+from dni_runtime.documents.state import ModuleState, lives, process_birth
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import child
 from dni_runtime.launch.child import kill_session
-from dni_runtime.launch.forked import ForkedProcess, ForkServer
+from dni_runtime.launch.forkserver import ForkServer
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.runtimes import worker_argv
 
-Mode = Literal["exec", "watch", "send"]
+CHILD = (sys.executable, "-I", "-S", child.__file__)
+"""The beginning of a command that runs another one (``launch/child.py``)."""
 
 
 class Process(Protocol):
@@ -36,7 +36,8 @@ class Process(Protocol):
     def poll(self) -> int | None:
         """Return None while it runs, then its exit code, or minus the signal that killed it.
 
-        Minus SIGKILL also says that nobody knows: its last report may (``pool.reap``).
+        What stands for a worker reports the worker's signal like a shell, as 128 + n. SIGKILL also
+        says that nobody knows: its last report may (``pool.reap``).
         """
 
     def kill(self) -> None:
@@ -113,50 +114,44 @@ class LocalProcess:
 
 
 class AdoptedProcess:
-    """A worker whose parent process is gone; it is a session leader."""
+    """A worker that is not a child of this process: a former supervisor's, or a fork server's.
 
-    def __init__(self, module: ModuleState) -> None:
+    It leads a session.
+    """
+
+    def __init__(self, module: ModuleState, server: ForkServer | None = None) -> None:
         self.pid = module.pid or 0
         self._module = replace(module)
+        self._server = server
+        self._code: int | None = None
 
     def poll(self) -> int | None:
-        return None if lives(self._module) else -signal.SIGKILL
+        if self._code is None and not lives(self._module):
+            code = None if self._server is None else self._server.code(self.pid)
+            self._code = -signal.SIGKILL if code is None else code
+        return self._code
 
     def kill(self) -> None:
         if lives(self._module):
             kill_session(self.pid)
 
 
-def guarded(argv: Sequence[str], *, mode: Mode = "exec", tied: bool = True) -> list[str]:
-    """Return a command that gets SIGTERM when the thread that starts it ends (``launch.child``).
-
-    The modes are described there. If not ``tied``, the command continues instead.
-    """
-    wrapper = [sys.executable, "-I", "-S", str(Path(child.__file__))]
-    return [*wrapper, mode, str(os.getpid()), str(int(signal.SIGTERM) if tied else 0), *argv]
-
-
 class LocalStarter:
     """Starts workers as processes of this host; without a container, as forks of one process.
 
-    Tied workers get SIGTERM when this process dies; others continue. The thread that starts tied
-    workers must outlive them: the kernel counts the *thread* that started a process as its parent
-    (prctl(2), PR_SET_PDEATHSIG).
+    They continue when this process dies: a later supervisor adopts them.
     """
 
     def __init__(
         self,
         environ: Mapping[str, str] | None = None,  # a plan's own variables extend it
         *,
-        tied: bool = True,
         # a worker's command on this host
         render: Callable[[WorkerPlan], Sequence[str]] = worker_argv,
-        # how it gets signals (``launch.child``); None: as a process of this host
-        mode: Mode | None = None,
+        connected: bool = False,  # it is a connection to another host (``launch/child.py``, send)
     ) -> None:
-        self._tied = tied
-        self._mode = mode
         self._render = render
+        self._connected = connected
         self._environ = dict(os.environ if environ is None else environ)
         self._servers: dict[tuple[str, ...], ForkServer] = {}
 
@@ -170,7 +165,7 @@ class LocalStarter:
         except OSError as error:
             raise UnavailableError(f"module {worker.module!r} cannot be started: {error}") from None
 
-    def _fork(self, worker: WorkerPlan, log: int) -> ForkedProcess | None:
+    def _fork(self, worker: WorkerPlan, log: int) -> AdoptedProcess | None:
         """Start a plain process of this host; None if it is another one, or there is no server."""
         if self._render is not worker_argv or worker.image is not None:
             return None
@@ -178,15 +173,22 @@ class LocalStarter:
         key = (worker.python, *(f"{name}={it}" for name, it in sorted(worker.environment.items())))
         if key not in self._servers:
             environ = {**self._environ, **worker.environment}
-            self._servers[key] = ForkServer(worker.python, environ, worker.run, tied=self._tied)
-        return self._servers[key].start(worker.argv(), log)
+            self._servers[key] = ForkServer(worker.python, environ, worker.run)
+        server = self._servers[key]
+        pid = server.start(worker.argv(), log)
+        if pid is None:
+            return None
+        return AdoptedProcess(ModuleState(pid=pid, born=process_birth(pid)), server)
 
     def _execute(self, worker: WorkerPlan, log: int) -> LocalProcess:
-        container_here = worker.image is not None and worker.node is None
-        mode = self._mode or ("watch" if container_here else "exec")
+        command = list(self._render(worker))
+        if self._connected:
+            command = [*CHILD, "send", *command]
+        elif worker.image is not None and worker.node is None:  # a container of this host
+            command = [*CHILD, "watch", *command]
         return LocalProcess(
             subprocess.Popen(
-                guarded(self._render(worker), mode=mode, tied=self._tied),
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

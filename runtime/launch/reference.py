@@ -21,7 +21,7 @@ from dni_runtime.documents.metrics import EvaluationLine, MetricsLine, StartLine
 from dni_runtime.errors import WorkerError
 from dni_runtime.files import append_line
 from dni_runtime.launch.prepare import Prepared, importing_from
-from dni_runtime.launch.processes import guarded
+from dni_runtime.launch.processes import CHILD
 from dni_runtime.launch.records import Record
 from dni_runtime.lines import last_lines
 from dni_runtime.spec import ChainSpec, WorkerSpec
@@ -43,7 +43,7 @@ def run_reference(record: Record, threads: int) -> None:
     log = record.run.log(REFERENCE, 1)
     with log.open("wb") as file:
         done = subprocess.run(
-            guarded([*command, "--threads", str(threads)]),
+            [*CHILD, "tied", str(os.getpid()), *command, "--threads", str(threads)],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,

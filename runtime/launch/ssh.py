@@ -95,7 +95,7 @@ class Ssh(Scheduler):
         return _ssh(worker.node, [*receive, "env", *environment, *on_node(worker)])
 
     def starter(self, environ: Mapping[str, str]) -> Starter:
-        return LocalStarter(environ, tied=False, render=self.command, mode="send")
+        return LocalStarter(environ, render=self.command, connected=True)
 
     def clean_up(self, plan: LaunchPlan) -> None:
         for host, done in _on_each(list(plan.nodes), ["rm", "-rf", "--", plan.sockets]).items():

@@ -321,7 +321,7 @@ def command_of(pid: int) -> bytes:
 def servers(pids: Iterable[int]) -> set[int]:
     """The processes that these are forks of."""
     parents = {int(stat_of(pid)[1]) for pid in pids}
-    return {pid for pid in parents if b"dni_runtime.worker.forkserver" in command_of(pid)}
+    return {pid for pid in parents if b"dni_runtime.launch.forkserver" in command_of(pid)}
 
 
 def stat_of(pid: int) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable, Collection, Mapping
 
@@ -39,8 +38,7 @@ class StepProcess:
         if code is not None and code < 0 and self._end_step is not None:
             self._end_step()  # it would run on, and hold the resources that a restart needs
             self._end_step = None
-        # srun reports a task's signal like a shell
-        return 128 - code if code is not None and 128 < code < 128 + signal.NSIG else code
+        return code
 
     def kill(self) -> None:
         self._end_step = None  # who kills it ends its step
@@ -53,8 +51,7 @@ class SlurmStarter:
     def __init__(self, job: str, environ: Mapping[str, str] | None = None) -> None:
         self._job = job
         environ = step_environment(os.environ if environ is None else environ)
-        # a later supervisor adopts them
-        self._local = LocalStarter(environ, tied=False, render=step_argv)
+        self._local = LocalStarter(environ, render=step_argv)
 
     def start(self, worker: WorkerPlan) -> StepProcess:
         return self._step(self._local.start(worker), worker.module)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.launch.processes import guarded
+from dni_runtime.launch.processes import CHILD
 from peers.contenders import SINGLE, Contender
 from peers.networks import NETWORKS, data_spec
 from peers.slow_link import INTERFACE, Link
@@ -97,6 +97,7 @@ def started(
             **job,
         }
         processes: list[subprocess.Popen[bytes]] = []
+        tied = (*CHILD, "tied", str(os.getpid()))
         try:
             for rank in range(count):
                 argument = json.dumps({**common, "rank": rank})
@@ -107,7 +108,7 @@ def started(
                 ):
                     processes.append(
                         subprocess.Popen(
-                            [*at, *guarded([sys.executable, str(_PROGRAM), argument])],
+                            [*at, *tied, sys.executable, str(_PROGRAM), argument],
                             stdout=out,
                             stderr=err,
                             env=environment,

@@ -167,4 +167,6 @@ def test_shell_status() -> None:
     assert shell_status(0) == (0, None)
     assert shell_status(75) == (75, None)
     assert shell_status(-9) == (137, "SIGKILL")
-    assert shell_status(-200) == (328, "signal 200")
+    assert shell_status(137) == (137, "SIGKILL")  # of a process that stands for the killed one
+    assert shell_status(-40) == (168, "signal 40")
+    assert shell_status(255) == (255, None)
