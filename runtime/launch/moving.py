@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
@@ -49,11 +48,12 @@ class Mover:
                 counts[module_of(name)] = number_of(name) - 1
                 continue
             present.append(placed)
-            if (placed.node, placed.gained) != (worker.node, worker.gained):
+            if placed.node != worker.node:
                 self._pool.replace(placed)
         for name in sorted(full - self._without_room):
             self._journal.event("no_room", module=name)
         self._without_room = full
+        self._share_cpus(self._hosts)
         return counts
 
     def look(self, ended: Sequence[str], *, stopping: bool) -> str | None:
@@ -69,8 +69,10 @@ class Mover:
             if worker.module not in self.lost and worker.node is not None:
                 at.setdefault(worker.node, []).append(worker.module)
         gone = self._hosts.lost(at, at_once=bool(ended))
+        self._share_cpus(self._hosts)
         if not gone:
             return None
+        present = self._present(ended)
         names = [name for node in gone for name in at[node]]
         for node in gone:
             self._journal.event("node_lost", node=node, modules=at[node])
@@ -85,8 +87,6 @@ class Mover:
         if moved is None and not stopping:
             return f"{where}: no room for {', '.join(names)} elsewhere"
         if counts != self._pool.replicas:
-            for worker in self._pool.workers.values():  # the job has another size from now on
-                self._pool.replace(replace(worker, gained=True))
             self._shrink(counts, where)
         return None
 
@@ -96,7 +96,12 @@ class Mover:
         last = self._pool.workers[f"{module}.{self._pool.replicas[module]}"]
         own = self._pool.workers[name]
         if last.node is not None and last.node != own.node:
-            self._pool.replace(own.moved(last.node, gained=last.gained))
+            self._pool.replace(own.moved(last.node))
+
+    def _share_cpus(self, hosts: Hosts) -> None:
+        """Let all steps that start from now on overlap, if the job has been resized."""
+        if hosts.resized:
+            self._pool.overlap()
 
     def _moved(
         self, hosts: Hosts, present: Sequence[WorkerPlan], names: Sequence[str]

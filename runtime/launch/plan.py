@@ -60,18 +60,18 @@ class WorkerPlan(WorkerStart):
     gpu: Literal["cuda", "rocm"] | None = None  # that its container gets
     container_args: tuple[str, ...] = ()  # further ones of the container program
     node: str | None = None  # the host that it runs on; None: this one
-    gained: bool = False  # that host came to the job later, or the job has lost one since
+    overlaps: bool = False  # its step shares CPUs with others: the job has been resized
     need: Need | None = None  # its resources there
     scratch: str = ""  # folder for temporary files there, or empty
     scheduler_args: tuple[str, ...] = ()  # further ones of the scheduler's command
 
-    def moved(self, node: str, *, gained: bool = False) -> WorkerPlan:
+    def moved(self, node: str) -> WorkerPlan:
         """Return the plan of the worker on another node, where it listens on tcp.
 
         Its neighbours may be anywhere; those on its old node, linked by ipc, move as well.
         """
         transport = None if self.transport is None else "tcp"  # a head has no link from upstream
-        return replace(self, node=node, gained=gained, transport=transport)
+        return replace(self, node=node, transport=transport)
 
     def again(self, attempt: int, *, resume: str | None = None) -> WorkerPlan:
         """Return the plan of the worker's next start.

@@ -269,6 +269,13 @@ class WorkerPool:
             moved = {"from": old.node, "to": worker.node}
             self._journal.event("worker_moved", module=worker.module, **moved)
 
+    def overlap(self) -> None:
+        """Let all workers share CPUs with others from their next attempts on."""
+        if not all(worker.overlaps for worker in self.workers.values()):
+            for name, worker in self.workers.items():
+                self.workers[name] = replace(worker, overlaps=True)
+            self.keep_plan()
+
     def give_up_restarts(self) -> None:
         """Cancel all restarts that are due."""
         for name in self.due:

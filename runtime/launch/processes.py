@@ -66,6 +66,10 @@ class Starter(Protocol):
 class Hosts(Protocol):
     """The hosts that workers run on, if a host can be lost."""
 
+    @property
+    def resized(self) -> bool:
+        """Whether other hosts are known to be there than at first."""
+
     def lost(self, hosts: Collection[str], *, at_once: bool) -> Sequence[str]:
         """Return those of the hosts that are known to be lost for good.
 

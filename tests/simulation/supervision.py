@@ -103,6 +103,8 @@ class Hosts:
     ``spare`` of them have none at first.
     """
 
+    resized = False
+
     def __init__(self, world: World, workers: Collection[str], spare: int) -> None:
         self.gone: dict[str, float] = {}  # when it is known that they are
         self.hopeless: set[str] = set()  # those on which nothing starts, until they are mended

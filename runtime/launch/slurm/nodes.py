@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch.placement import Capacity
@@ -44,7 +43,8 @@ class JobNodes:
     def __init__(
         self,
         job: str,
-        plan: LaunchPlan,  # at the job's start
+        plan: LaunchPlan,
+        nodes: Collection[str],  # at the job's start
         nodes_of: Callable[[str], Sequence[str] | None] = nodes_of,
         clock: Callable[[], float] = time.monotonic,  # monotonic, in seconds
     ) -> None:
@@ -52,7 +52,8 @@ class JobNodes:
         self._nodes_of = nodes_of
         self._clock = clock
         self._room = room_of(plan.workers)
-        self._ours = {worker.node for worker in plan.workers if not worker.gained}
+        self._nodes = {*nodes}
+        self.resized = any(worker.overlaps for worker in plan.workers)
         self._up: Sequence[str] = ()
         self._look_at_s = clock() + _LOOK_S
 
@@ -68,7 +69,7 @@ class JobNodes:
         if not found:
             return []
         self._up = found
-        self._ours &= {*found}  # one that comes back is a gained one
+        self.resized |= {*found} != self._nodes  # for good: also when a node comes back
         return [host for host in hosts if host not in found]
 
     def move(
@@ -78,7 +79,7 @@ class JobNodes:
         going = [worker for worker in workers if worker.module in names]
         there = self._there(worker for worker in workers if worker.module not in names)
         found = choose([worker.need for worker in going if worker.need], there, self._room)
-        return None if found is None else [self._moved(one, found[one.module]) for one in going]
+        return None if found is None else [one.moved(found[one.module]) for one in going]
 
     def place(self, workers: Sequence[WorkerPlan], worker: WorkerPlan) -> WorkerPlan | None:
         """Return the plan of a worker that is to start, on a node of the job; None: no room."""
@@ -89,12 +90,9 @@ class JobNodes:
         there = self._there(workers)
         planned = {node: some for node, some in there.items() if node == worker.node}
         if choose([worker.need], planned, self._room) is not None:
-            return replace(worker, gained=worker.node not in self._ours)
+            return worker
         found = choose([worker.need], there, self._room)
-        return None if found is None else self._moved(worker, found[worker.module])
-
-    def _moved(self, worker: WorkerPlan, node: str) -> WorkerPlan:
-        return worker.moved(node, gained=node not in self._ours)
+        return None if found is None else worker.moved(found[worker.module])
 
     def _there(self, workers: Iterable[WorkerPlan]) -> dict[str, list[Need]]:
         """Return what the workers on each node of the job need."""

@@ -40,8 +40,12 @@ class Slurm(Scheduler):
         return SlurmStarter(self._job(), environ)
 
     def hosts(self, plan: LaunchPlan) -> Hosts | None:
+        from dni_runtime.launch.slurm.allocation import allocation_here
+
+        allocation = allocation_here()
+        assert allocation is not None  # the plan is one of this job
         several = len({worker.node for worker in plan.workers}) > 1
-        return JobNodes(self._job(), plan) if several else None
+        return JobNodes(allocation.job, plan, allocation.hosts) if several else None
 
     def clean_up(self, plan: LaunchPlan) -> None:
         from dni_runtime.launch.slurm.allocation import clean_up

@@ -38,7 +38,7 @@ def srun_argv(worker: WorkerPlan) -> list[str]:
     # Without --exact a step takes all CPUs of its node, without --mem all memory, and the next
     # step waits. --cpus-per-task is not inherited from the job since Slurm 22.05.
     cpus = ["--exact", f"--cpus-per-task={worker.need.cpus}"]
-    if worker.gained:  # a step that asks for CPUs is never started then (Slurm 22.05)
+    if worker.overlaps:  # Slurm 22.05 starts no step that asks for CPUs in a resized job
         cpus = ["--overlap"]
     return [
         "srun",

@@ -29,6 +29,7 @@ class FakeHosts:
     def __init__(self, *, room: bool = True) -> None:
         self.gone: set[str] = set()
         self.room = room
+        self.resized = False
 
     def lost(self, hosts: Collection[str], *, at_once: bool) -> list[str]:
         return sorted(self.gone & set(hosts))
@@ -173,7 +174,7 @@ def with_replicas(
         replace(first, module=name, node=node, need=Need(name)) for name, node in placed.items()
     )
     plan = replace(plan, workers=workers, restart=rules, elastic=elastic or {"middle": start})
-    hosts = JobNodes("7", plan, lambda job: list(nodes), world.clock)
+    hosts = JobNodes("7", plan, tuple(nodes), lambda job: list(nodes), world.clock)
     return Supervisor(
         world.record.run, plan, world, hosts=hosts, clock=world.clock, sleep=world.sleep
     )
@@ -206,6 +207,35 @@ def test_a_replica_goes_on_elsewhere_if_there_is_room(
     assert world.processes["middle.1"].worker.node == "n4"
     assert not lost(record)
     assert not scaled(record)
+
+
+def test_in_a_job_that_has_been_resized_all_steps_overlap(
+    world: World, plan: LaunchPlan, record: Record
+) -> None:
+    """Those that move, and those that are restarted where they were, also much later."""
+    nodes = ["n1", "n2", "n3", "n4"]
+    started: dict[str, list[bool]] = {}
+
+    def starts(process: FakeProcess) -> None:
+        started.setdefault(process.worker.module, []).append(process.worker.overlaps)
+        begun(world, process.worker.module)
+
+    world.on_start = starts
+    world.exits(3, top=1)
+    world.at.append((10, lambda: nodes.remove("n2")))
+    world.exits(10, **{"middle.1": 0})
+    world.exits(20, top=1)
+    finish(world, 40, *SHARED)
+    assert with_replicas(world, plan, nodes, SHARED, 3).run().phase == "finished"
+    assert started == {
+        "bottom": [False],
+        "middle.1": [False, True],
+        "middle.2": [False],
+        "middle.3": [False],
+        "top": [False, False, True],
+    }
+    kept = LaunchPlan.read(record.run)
+    assert all(worker.overlaps for worker in kept.workers)
 
 
 @pytest.mark.parametrize("ends", [True, False])

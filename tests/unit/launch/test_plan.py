@@ -142,7 +142,7 @@ def test_whole_plans(
     assert LaunchPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     document = _plain(plan.to_json())
     for worker, written in zip(plan.workers, document["workers"], strict=True):
-        del written["by_rank"], written["gained"]
+        del written["by_rank"], written["overlaps"]
         written.pop("mounts", None)  # the command has them all
         written["command"] = shlex.join(scheduler.command(worker))
     text = json.dumps(document, indent=1) + "\n"

@@ -11,6 +11,7 @@ from dni_runtime.launch.placement import Capacity
 from dni_runtime.launch.plan import LaunchPlan, Need, WorkerPlan
 from dni_runtime.launch.slurm.nodes import JobNodes, choose, room_of
 
+NODES = ("n1", "n2", "n3")
 ROOM = Capacity(cpus=4, gpus=1, memory_mib=4000)
 
 
@@ -71,7 +72,7 @@ class Job:
 
 def test_a_node_that_left_the_job_is_lost(job: LaunchPlan) -> None:
     slurm = Job(["n1", "n2", "n3"])
-    nodes = JobNodes("7", job, slurm, slurm.clock)
+    nodes = JobNodes("7", job, NODES, slurm, slurm.clock)
     assert nodes.lost(["n2"], at_once=True) == []
     slurm.nodes = ["n1", "n3"]
     assert nodes.lost(["n1", "n2", "n3"], at_once=True) == ["n2"]
@@ -80,23 +81,23 @@ def test_a_node_that_left_the_job_is_lost(job: LaunchPlan) -> None:
 
 
 def test_without_room_nothing_moves(job: LaunchPlan) -> None:
-    nodes = JobNodes("7", job, lambda _: ["n1", "n2"])
+    nodes = JobNodes("7", job, NODES, lambda _: ["n1", "n2"])
     assert nodes.lost(["n3"], at_once=True) == ["n3"]
     assert [one.node for one in nodes.move(job.workers, ["top"]) or ()] == ["n2"]
-    nodes = JobNodes("7", job, lambda _: ["n1"])
+    nodes = JobNodes("7", job, NODES, lambda _: ["n1"])
     assert nodes.lost(["n2", "n3"], at_once=True) == ["n2", "n3"]
     assert nodes.move(job.workers, ["middle", "top"]) is None
 
 
 def test_where_slurm_says_nothing_nothing_is_lost(job: LaunchPlan) -> None:
     for silent in (None, []):
-        nodes = JobNodes("7", job, lambda _, silent=silent: silent)  # type: ignore[misc]
+        nodes = JobNodes("7", job, NODES, lambda _, silent=silent: silent)  # type: ignore[misc]
         assert nodes.lost(["n2"], at_once=True) == []
 
 
 def test_without_a_reason_slurm_is_seldom_asked(job: LaunchPlan) -> None:
     slurm = Job(["n1", "n3"])
-    nodes = JobNodes("7", job, slurm, slurm.clock)
+    nodes = JobNodes("7", job, NODES, slurm, slurm.clock)
     for now in range(40):
         slurm.now_s = float(now)
         nodes.lost(["n2"], at_once=now == 20)
@@ -112,7 +113,7 @@ def test_a_moved_worker_listens_on_tcp(job: LaunchPlan) -> None:
 
 def test_one_that_joins_starts_where_it_was_planned_or_where_there_is_room(job: LaunchPlan) -> None:
     slurm = Job(["n1", "n2", "n3"])
-    nodes = JobNodes("7", job, slurm, slurm.clock)
+    nodes = JobNodes("7", job, NODES, slurm, slurm.clock)
     bottom, middle, top = job.workers
     assert nodes.place([bottom, top], middle) == middle
     slurm.nodes = ["n1", "n3"]
@@ -122,7 +123,34 @@ def test_one_that_joins_starts_where_it_was_planned_or_where_there_is_room(job: 
     assert nodes.place([bottom, top], wide) is None
     slurm.nodes = ["n1", "n3", "n4"]
     nodes.lost([], at_once=True)
-    assert nodes.place([bottom, top], wide) == wide.moved("n4", gained=True)
+    assert nodes.place([bottom, top], wide) == wide.moved("n4")
     slurm.nodes = ["n1", "n2", "n3"]
     nodes.lost([], at_once=True)
-    assert nodes.place([bottom, top], wide) == replace(wide, gained=True), "it has come back"
+    assert nodes.place([bottom, top], wide) == wide
+
+
+@pytest.mark.parametrize("other", [["n1", "n3"], ["n1", "n2", "n3", "n4"], ["n1", "n2", "n4"]])
+def test_a_job_has_been_resized_once_it_has_had_other_nodes(
+    job: LaunchPlan, other: list[str]
+) -> None:
+    slurm = Job(["n1", "n2", "n3"])
+    nodes = JobNodes("7", job, NODES, slurm, slurm.clock)
+    nodes.lost([], at_once=True)
+    assert not nodes.resized
+    slurm.nodes = other
+    nodes.lost([], at_once=True)
+    assert nodes.resized
+    slurm.nodes = ["n1", "n2", "n3"]
+    nodes.lost([], at_once=True)
+    assert nodes.resized, "Slurm gives its steps no CPUs any more"
+
+
+def test_nodes_that_no_worker_runs_on_do_not_resize_a_job(job: LaunchPlan) -> None:
+    nodes = JobNodes("7", job, (*NODES, "n4"), lambda _: ["n1", "n2", "n3", "n4"])
+    nodes.lost([], at_once=True)
+    assert not nodes.resized
+
+
+def test_who_takes_over_knows_that_the_job_has_been_resized(job: LaunchPlan) -> None:
+    workers = tuple(replace(one, overlaps=True) for one in job.workers)
+    assert JobNodes("7", replace(job, workers=workers), NODES, lambda _: None).resized

@@ -111,8 +111,8 @@ def test_a_step_takes_its_share_and_no_more() -> None:
     assert argv[shell + 3 :] == rest
 
 
-def test_steps_on_a_node_that_the_job_has_gained_share_it() -> None:
-    argv = step_argv(step(REQUEST.needs[0], node="n4", gained=True))
+def test_steps_of_a_job_that_has_been_resized_ask_for_no_cpus() -> None:
+    argv = step_argv(step(REQUEST.needs[0], node="n4", overlaps=True))
     assert {"--overlap", "--mem=1000M"} <= {*argv}
     assert not any(one.startswith(("--exact", "--cpus-per-task")) for one in argv)
 
