@@ -244,17 +244,22 @@ class Sender:
         number, received = number_of(message), received_of(message)
         if not self._since <= number <= self._number or self._state is State.OPEN:
             return  # from a connection that has ended, or a second answer
+        if message.ack > max(self.window.last, received):  # before anything changes
+            raise self._unknown(message.ack)
         if not self._welcomed:
             self._welcomed = True
             self.drained = received
         self.window.rewind(received)
-        self._acknowledge(message.ack)
+        self.window.acknowledge(message.ack)
         self.counters.handshakes += not self.connected
         self._state = State.OPEN
 
     def _acknowledge(self, id: int) -> None:
         if not self.window.acknowledge(id):
-            raise WireError("id", f"id {id} is acknowledged, but {self.window.last} is the last")
+            raise self._unknown(id)
+
+    def _unknown(self, id: int) -> WireError:
+        return WireError("id", f"id {id} is acknowledged, but {self.window.last} is the last")
 
     def _note_drained(self, message: Message) -> Message | None:
         # It may be ahead: the neighbour has already had what this restarted module sends again.

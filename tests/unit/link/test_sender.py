@@ -182,6 +182,20 @@ def test_an_answer_on_an_open_link_is_no_other_handshake(make: Make, state: Stat
     assert sender.counters.handshakes == 1
 
 
+@pytest.mark.parametrize("state", [State.GREETING, State.ASKING])
+def test_a_welcome_that_is_refused_changes_nothing(make: Make, state: State) -> None:
+    sender = make(state)
+    body = {"number": sender._number, "received": 0}
+    before = sender.drained, sender.window.received, len(sender.window), sender.pending()
+    with pytest.raises(WireError, match="id 9 is acknowledged, but 1 is the last"):
+        up(sender, Kind.WELCOME, ack=9, body=body)
+    after = sender.drained, sender.window.received, len(sender.window), sender.pending()
+    assert (sender.state, after) == (state, before)
+    welcome(sender)
+    assert sender.state is State.OPEN
+    assert sender.drained == 0
+
+
 @pytest.mark.parametrize("state", [State.SILENT, State.INVITED, State.GREETING])
 def test_nothing_is_accepted_before_welcome(make: Make, state: State) -> None:
     sender = make(state)
