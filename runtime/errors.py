@@ -7,6 +7,7 @@
     ├── ImageError               65  EX_DATAERR      wrong, foreign or tampered image
     ├── DataError                66  EX_NOINPUT      data that is missing or malformed
     ├── UnavailableError         69  EX_UNAVAILABLE  a program, device, port or interface is missing
+    │   └── UnansweredError      68  EX_NOHOST       a neighbour that has not answered
     ├── BuildError               70  EX_SOFTWARE     an image build failed
     ├── WorkerError              70  EX_SOFTWARE     a worker failed during a run
     ├── CheckpointError          74  EX_IOERR        a checkpoint cannot be written or read
@@ -28,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-LASTING = frozenset({64, 65, 66, 69, 72, 74, 76, 78, 79, 126, 127})
+LASTING = frozenset({64, 65, 66, 68, 69, 72, 74, 76, 78, 79, 126, 127})
 """Exit codes of failures that a restart cannot fix (126, 127: the program does not exist)."""
 
 
@@ -87,6 +88,12 @@ class UnavailableError(DniError):
     def __str__(self) -> str:
         where = _dotted(self.location)
         return f"{where}: {super().__str__()}" if where else super().__str__()
+
+
+class UnansweredError(UnavailableError):
+    """Another module of the run, or another replica, has not answered in time."""
+
+    exit_code = 68
 
 
 class BuildError(DniError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dni_runtime.errors import LASTING, UnavailableError
+from dni_runtime.errors import LASTING, UnansweredError, UnavailableError
 
 Scope = Literal["module", "chain"]
 
@@ -64,7 +64,8 @@ class Backoff:
         """Whether the rules allow another restart; see :meth:`delay_s`."""
         since_s = self.running_since_s
         # what was available once (an address, a driver, a neighbour) may be so again
-        passes = self.attempt > 0 and exit_code == UnavailableError.exit_code
+        passing = (UnavailableError.exit_code, UnansweredError.exit_code)
+        passes = self.attempt > 0 and exit_code in passing
         if plan.policy == "never" or (exit_code in LASTING and not passes):
             return False
         healthy = since_s is not None and now_s - since_s >= plan.healthy_s

@@ -18,7 +18,7 @@ from dni_runtime.cuts import is_over, remove_temporaries
 from dni_runtime.documents.reports import Report
 from dni_runtime.documents.requests import Stop
 from dni_runtime.documents.state import COMING, ModuleState, RunState
-from dni_runtime.errors import DivergedError, DniError
+from dni_runtime.errors import DivergedError, DniError, UnansweredError
 from dni_runtime.launch.decisions import Action, Exit, conclusion, decide
 from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.journal import AGAIN, Journal, bound_log, how_it_ended
@@ -311,7 +311,8 @@ class Supervisor:
         """Go on with one replica of its module fewer, if others would not fail alike; else stop."""
         module, now = module_of(name), self._pool.replicas
         may = self._stop_reason is None and self._plan.restart.policy != "never"
-        alike = alike or exit_code == DivergedError.exit_code
+        # who has waited for another one in vain is not the one that is broken
+        alike = alike or exit_code in (DivergedError.exit_code, UnansweredError.exit_code)
         if may and not alike and now.get(module, 1) > 1:
             self._mover.take_place_of_last(name)
             self._backoff[name] = Backoff()

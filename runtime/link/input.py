@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from dni_runtime.errors import UnavailableError, WireError
+from dni_runtime.errors import UnansweredError, UnavailableError, WireError
 from dni_runtime.keys import Keyring
 from dni_runtime.link import socketfile, sockets
 from dni_runtime.link.address import encrypted
@@ -114,13 +114,13 @@ class InputLink(LinkEnd):
         return Guard(self._context, self._socket, AllowList(lambda: keys.public(source)))
 
     def wait_for_peer(self, deadline_s: float, stop: Callable[[], bool] | None = None) -> None:
-        """Wait until the module upstream has completed HELLO; ``UnavailableError`` if not in time.
+        """Wait until the module upstream has completed HELLO; ``UnansweredError`` if not in time.
 
         ``stop`` is asked a few times a second.
         """
         if not self._wait_until(self.greet, deadline_s, stop):
             refused = self.counters.refused
-            raise UnavailableError(
+            raise UnansweredError(
                 f"module {self.source!r} did not connect within {deadline_s:g} s"
                 + (f"; refused meanwhile: {dict(refused)}" if refused else ""),
                 hint=self._slow_hint,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from dni_runtime.errors import UnavailableError, WireError
+from dni_runtime.errors import UnansweredError, WireError
 from dni_runtime.keys import Keyring
 from dni_runtime.link import sockets
 from dni_runtime.link.dialer import Dialer
@@ -143,7 +143,7 @@ class OutputLink(LinkEnd):
         """Connect and shake hands; with another address than before, move the link there.
 
         Without ``server_key`` the keyring's is used; ``stop`` is asked a few times a second. Raises
-        ``UnavailableError`` if the neighbour has not answered in time, and ``EncryptionError`` if
+        ``UnansweredError`` if the neighbour has not answered in time, and ``EncryptionError`` if
         it refused our key, has another one, or only one end encrypts: that, too, only at the
         deadline, because keys and addresses may appear late.
         """
@@ -157,7 +157,7 @@ class OutputLink(LinkEnd):
         if not self._wait_until(answered, deadline_s, stop):
             if self._dialer.failure is not None:
                 raise self._dialer.error(self._dialer.failure)
-            raise UnavailableError(
+            raise UnansweredError(
                 f"module {self.target!r} did not answer at {address} within {deadline_s:g} s "
                 f"({self._sender.state.value})",
                 hint=self._slow_hint,

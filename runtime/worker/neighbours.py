@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from dni_runtime.documents.reports import ENDED, Endpoint, Report
 from dni_runtime.documents.state import COMING, RunState
-from dni_runtime.errors import EncryptionError, UnavailableError
+from dni_runtime.errors import EncryptionError, UnansweredError, UnavailableError
 from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, encrypted
 from dni_runtime.rundir import RunDir
@@ -96,7 +96,7 @@ class Neighbours:
                     raise mistrust
                 record = str(self._run.endpoint(target))
                 where = f"at {address}" if address else f"(no endpoint in {record!r})"
-                raise UnavailableError(
+                raise UnansweredError(
                     f"module {target!r}, downstream of {spec.module!r}, did not answer "
                     f"{where} within {spec.links.connect_timeout_s:.0f} s",
                     hint=f"see its log with 'dnictl logs {target}'",

@@ -31,7 +31,7 @@ from dni_runtime.cuts import complete_cuts, is_over, parts_of
 from dni_runtime.documents.metrics import EvaluationLine, read_metrics
 from dni_runtime.documents.records import RunRecord
 from dni_runtime.documents.reports import Report
-from dni_runtime.errors import DniError, UnavailableError
+from dni_runtime.errors import DniError
 from dni_runtime.files import peek_json, write_atomic
 from dni_runtime.launch import pool, supervisor
 from dni_runtime.launch.plan import WorkerPlan
@@ -863,8 +863,7 @@ class Site:
 
         def shrink(one: Any, counts: Any, reason: str) -> None:
             before, lost = one._pool.replicas, [*filter(self._is_lost, self.names)]
-            alone = reason.endswith(f"exit code {UnavailableError.exit_code}")  # nobody answered it
-            if sum(before.values()) - sum(counts.values()) > max(len(lost), alone):
+            if sum(before.values()) - sum(counts.values()) > len(lost):
                 self.troubles.append(f"{before} became {counts}, but only {lost} are lost")
             real_shrink(one, counts, reason)
             for host, (module, after_s) in list(self.returns_s.items()):

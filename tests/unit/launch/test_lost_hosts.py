@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dni_runtime.documents.requests import Scale
-from dni_runtime.errors import DataError, UnavailableError
+from dni_runtime.errors import DataError, UnansweredError, UnavailableError
 from dni_runtime.files import write_json
 from dni_runtime.launch.plan import LaunchPlan, Need, WorkerPlan
 from dni_runtime.launch.records import Record
@@ -401,7 +401,11 @@ def test_all_that_cannot_be_started_at_once_cost_one_replica(
 
 @pytest.mark.parametrize(
     ("code", "reports", "numbers"),
-    [(DataError.exit_code, True, [2, 1]), (79, True, []), (DataError.exit_code, False, [])],
+    [
+        (DataError.exit_code, True, [2, 1]),
+        (79, True, []),
+        (DataError.exit_code, False, []),
+    ],
 )
 def test_what_fails_anywhere_ends_the_run(
     world: World, plan: LaunchPlan, record: Record, code: int, reports: bool, numbers: list[int]
@@ -414,6 +418,18 @@ def test_what_fails_anywhere_ends_the_run(
     state = with_replicas(world, plan, ["n1", "n2", "n3"], SHARED, 3).run()
     assert (state.phase, state.failed, state.exit_code) == ("failed", "middle.1", code)
     assert scaled(record) == [{"middle": one} for one in numbers]
+
+
+def test_who_has_waited_in_vain_costs_no_replica(
+    world: World, plan: LaunchPlan, record: Record
+) -> None:
+    """The one that has not answered is broken: it may be in any module."""
+    world.at.append((2, lambda: begun(world, "bottom", "middle.1", "top")))
+    world.exits(4, **{"middle.2": UnansweredError.exit_code})
+    state = with_replicas(world, plan, ["n1", "n2", "n3"], SHARED, 3).run()
+    assert (state.phase, state.failed, state.exit_code) == ("failed", "middle.2", 70)
+    assert not scaled(record)
+    assert not lost(record)
 
 
 def test_what_the_same_input_ends_twice_costs_no_replica(
