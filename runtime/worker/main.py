@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.step import ModuleStep, due
 from dni_runtime.core.training import empty_batch
 from dni_runtime.cuts import remove_temporaries
-from dni_runtime.data import Half, open_data
+from dni_runtime.data import DataSource, Half, open_data
 from dni_runtime.documents.records import RunRecord
 from dni_runtime.errors import (
     CheckpointError,
@@ -40,7 +39,7 @@ from dni_runtime.worker.options import load_spec
 from dni_runtime.worker.pushes import Pushes
 from dni_runtime.worker.rank import heeding_stop, start_of, wait_for_others
 from dni_runtime.worker.resume import AUTO, Start, begin, forget_later
-from dni_runtime.worker.server import ModuleServer, Outcome
+from dni_runtime.worker.server import ModuleServer, Stage
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.start import WorkerStart
 from dni_runtime.worker.stream import Stream
@@ -67,7 +66,10 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
                 stack.enter_context(heeding_stop(run, stop))
             elif options.first is not None:
                 stack.enter_context(stop.obeying(run.control(spec.module), options.attempt))
-            outcome = _serve(options, spec, run, metrics, stop, keys)
+            if (warning := replaced(os.environ)) is not None:
+                metrics.warn(warning)
+            torch.set_num_threads(spec.cpus)
+            outcome = Worker(options, spec, run, metrics, stop, keys).live()
     except BaseException as error:
         stopped = isinstance(error, StoppedError)
         metrics.set_state("stopped" if stopped else "failed", error)
@@ -75,8 +77,8 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
     finally:
         withdraw(run, spec, options.attempt)
         keys.leave()
-    metrics.set_state(outcome.value)
-    if outcome is Outcome.STOPPED:
+    metrics.set_state("finished" if outcome is Stage.FINISHED else "stopped")
+    if outcome is Stage.STOPPED:
         if options.by_rank:
             record = RunRecord.load(run.record)
             wait_for_others(run, () if record is None else record.modules, spec.stop_grace_s)
@@ -93,171 +95,247 @@ def selftest(spec: WorkerSpec) -> None:
             step.late_gradient(id, torch.zeros_like(h_BH))
 
 
-def _serve(
-    options: WorkerStart,
-    spec: WorkerSpec,
-    run: RunDir,
-    metrics: MetricsWriter,
-    stop: StopRequest,
-    keys: RunKeys,
-) -> Outcome:
-    warning = replaced(os.environ)
-    if warning is not None:
-        metrics.warn(warning)
-    torch.set_num_threads(spec.cpus)
-    device = choose_device(spec)
-    step = ModuleStep(spec, device)
-    torch.set_rng_state(step.random_state)
-    record = RunRecord.load(run.record)
-    # A manual start has no record: the modules are those that were served here.
-    served = (file.stem for file in run.worker("x").parent.glob("*.json"))
-    chain = sorted(served) if record is None else list(record.modules)
-    start, ledger = begin(
-        options.resume,
-        spec,
-        run,
-        step,
-        chain,
-        attempt=options.attempt,
-        first=options.first,
-    )
-    if options.by_rank:
-        start.begun = start_of(spec, options.start)
-    metrics.progress = ledger.progress
-    source = labels = None
-    loss = ChainLoss(spec.loss, spec.prediction, spec.label)  # on the CPU, where the labels are
-    root, seed = _source_root(run), spec.seed
-    metrics.now("data")
-    if spec.head is not None:
-        data = spec.head.data.at(options.data).of_replica(spec.replica)
+class Worker:
+    """One attempt of a module, from its state to the end of the stream: :meth:`live`.
+
+    What it consists of follows from its roles; one worker may have several:
+
+    =========  ===============================================================
+    role       has
+    =========  ===============================================================
+    any        a step with its state, a ledger, and a checkpoint writer
+    head       a stream of its data set, in place of inputs
+    middle     inputs from upstream and outputs downstream
+    tail       labels, if they stay with it, in place of outputs
+    a replica  an exchange with the other replicas
+    =========  ===============================================================
+    """
+
+    def __init__(
+        self,
+        options: WorkerStart,
+        spec: WorkerSpec,
+        run: RunDir,
+        metrics: MetricsWriter,
+        stop: StopRequest,
+        keys: RunKeys,
+    ) -> None:
+        self._options = options
+        self._spec = spec
+        self._run = run
+        self._metrics = metrics
+        self._stop = stop
+        self._keys = keys
+        self._device = choose_device(spec)
+        self._step = ModuleStep(spec, self._device)
+        torch.set_rng_state(self._step.random_state)
+        record = RunRecord.load(run.record)
+        self._name = run.root.name if record is None else record.name
+        # A manual start has no record: the modules are those that were served here.
+        served = (file.stem for file in run.worker("x").parent.glob("*.json"))
+        self._chain = sorted(served) if record is None else list(record.modules)
+        self._start, self._ledger = begin(
+            options.resume,
+            spec,
+            run,
+            self._step,
+            self._chain,
+            attempt=options.attempt,
+            first=options.first,
+        )
+        if options.by_rank:
+            self._start.begun = start_of(spec, options.start)
+        metrics.progress = self._ledger.progress
+        # on the CPU, where the labels are
+        self._loss = ChainLoss(spec.loss, spec.prediction, spec.label)
+        self._neighbours = Neighbours(
+            spec,
+            run,
+            address=options.connect,
+            again=self._start.again,
+            stop=stop,
+            since=options.first or 0,
+        )
+        self._listening: dict[InputLink, EdgeSpec] = {}
+        self._input: Join | None = None
+        self._output: Fanout | None = None
+        self._exchange: Exchange | None = None
+
+    def live(self) -> Stage:
+        """Meet the neighbours, then train until the end of the stream; return how it ended."""
+        metrics, again = self._metrics, self._start.again
+        metrics.now("data")
+        source, labels = self._head_data(), self._tail_labels()
+        metrics.now("start")
+        try:
+            if self._spec.sources:
+                self._input = self._upstream()
+            self._exchange = self._with_replicas()
+            self._listen()
+            metrics.set_state("connecting")
+            metrics.loaded_at = time.time()
+            if self._input is not None and again and not self._go_on_after(self._input):
+                return _left_behind(self._spec, self._start)
+            self._connect()
+            if self._input is not None and not again:
+                self._neighbours.wait_for_upstream(self._input)
+            if self._options.resume == AUTO and not again:  # the neighbours begin at the same cut
+                forget_later(self._run, self._spec, self._start)
+            if self._stop():
+                raise StoppedError("stopped before training began")
+            return self._train(source, labels)
+        finally:
+            self._close()
+
+    def _head_data(self) -> DataSource | None:
+        if self._spec.head is None:
+            return None
+        data = self._spec.head.data.at(self._options.data).of_replica(self._spec.replica)
         half: Half | None = None if data.labels is None else "samples"
-        source = open_data(data, root, seed=seed, half=half)
-    if spec.tail is not None and spec.tail.labels is not None:
-        data = spec.tail.labels.at(options.data)
-        labels = Labels(open_data(data, root, seed=seed, half="labels"), loss)
-    metrics.now("start")
-    input: Join | None = None
-    output: Fanout | None = None
-    exchange: Exchange | None = None
-    name = run.root.name if record is None else record.name
-    again = start.again
-    to_peer = partial(
-        OutputLink,
-        run=name,
-        keys=keys,
-        cut=None if again else start.cut,
-        attempt=options.attempt,
-    )
-    neighbours = Neighbours(
-        spec, run, address=options.connect, again=again, stop=stop, since=options.first or 0
-    )
-    try:
-        listening: dict[InputLink, EdgeSpec] = {}
+        return open_data(data, _source_root(self._run), seed=self._spec.seed, half=half)
 
-        def listen(spec: WorkerSpec, edge: EdgeSpec) -> InputLink:
-            link = InputLink(spec, edge, run=name, received=start.cut, again=again, keys=keys)
-            listening[link] = edge
-            return link
+    def _tail_labels(self) -> Labels | None:
+        """Return the labels of a tail that keeps them; else they come with the batches."""
+        if self._spec.tail is None or self._spec.tail.labels is None:
+            return None
+        data = self._spec.tail.labels.at(self._options.data)
+        root, seed = _source_root(self._run), self._spec.seed
+        return Labels(open_data(data, root, seed=seed, half="labels"), self._loss)
 
-        if spec.sources:
-            links = [[listen(spec, link) for link in edge.links] for edge in spec.sources]
-            input = Join(links)
-            neighbours.callers.append(input)
-        beside = exchange_spec(spec, 0 if step.shared is None else step.shared.words)
-        if step.shared is not None and spec.backend is not None:
+    def _upstream(self) -> Join:
+        links = [
+            [self._from(self._spec, link) for link in edge.links] for edge in self._spec.sources
+        ]
+        join = Join(links)
+        self._neighbours.callers.append(join)
+        return join
+
+    def _with_replicas(self) -> Exchange | None:
+        """Return what a replica shares with the others by: a process group, or links."""
+        spec, shared = self._spec, self._step.shared
+        if shared is None:
+            return None
+        exchange: Exchange
+        if spec.backend is not None:
             from dni_runtime.worker.collective import Collective  # some builds of torch lack it
             from dni_runtime.worker.group import Group
 
-            exchange = Collective(
-                step.shared,
-                Group(
-                    step.shared,
-                    spec,
-                    run,
-                    begun=start.begun,
-                    device=device,
-                    links=_links(options, spec),
-                ),
-                stop,
+            links = _links(self._options, spec)
+            group = Group(
+                shared, spec, self._run, begun=self._start.begun, device=self._device, links=links
             )
-        elif step.shared is not None:
-            exchange = (Exchange if step.shared.strategy.waits else Pushes)(
-                step.shared,
-                inputs=[listen(beside, edge) for edge in beside.sources],
-                done=start.cut,
-                gone=neighbours.gone_for_good,
+            exchange = Collective(shared, group, self._stop)
+        else:
+            beside = exchange_spec(spec, shared.words)
+            exchange = (Exchange if shared.strategy.waits else Pushes)(
+                shared,
+                inputs=[self._from(beside, edge) for edge in beside.sources],
+                done=self._start.cut,
+                gone=self._neighbours.gone_for_good,
             )
-        if exchange is not None:
-            neighbours.callers.append(exchange)
-        if listening:
-            publish(run, spec, options.attempt, _listen(listening, options, spec), keys)
+        self._neighbours.callers.append(exchange)
+        return exchange
+
+    def _from(self, spec: WorkerSpec, edge: EdgeSpec) -> InputLink:
+        """Return the end of a link that another worker opens."""
+        link = InputLink(
+            spec,
+            edge,
+            run=self._name,
+            received=self._start.cut,
+            again=self._start.again,
+            keys=self._keys,
+        )
+        self._listening[link] = edge
+        return link
+
+    def _to(self, spec: WorkerSpec, edge: EdgeSpec | None = None, *, next_id: int) -> OutputLink:
+        """Return the end of a link that this worker opens."""
+        return OutputLink(
+            spec,
+            edge,
+            run=self._name,
+            next_id=next_id,
+            keys=self._keys,
+            cut=None if self._start.again else self._start.cut,
+            attempt=self._options.attempt,
+        )
+
+    def _listen(self) -> None:
+        """Bind all links that others open, and say where."""
+        if self._listening:
+            addresses = _bind(self._listening, self._options, self._spec)
+            publish(self._run, self._spec, self._options.attempt, addresses, self._keys)
         # Only one worker of a module writes: a second one could not bind the address.
         with contextlib.suppress(OSError):
-            remove_temporaries(run, [spec.module])
-        metrics.set_state("connecting")
-        metrics.loaded_at = time.time()
-        if input is not None and again:
-            # What modules upstream can still send decides what can be sent on.
-            if not neighbours.wait_for_upstream(input):
-                return _left_behind(spec, start)
-            received = input.received
-            input.start_after(received)
-            start.first_id = received + 1
-            if had := max(received, start.cut):
-                input.send_drained(had)  # it will not be trained on them again
+            remove_temporaries(self._run, [self._spec.module])
+
+    def _go_on_after(self, input: Join) -> bool:
+        """Start where modules upstream can still send, which decides what can be sent on.
+
+        Returns False if one of them has finished.
+        """
+        if not self._neighbours.wait_for_upstream(input):
+            return False
+        received = input.received
+        input.start_after(received)
+        self._start.first_id = received + 1
+        if had := max(received, self._start.cut):
+            input.send_drained(had)  # it will not be trained on them again
+        return True
+
+    def _connect(self) -> None:
+        """Open the links downstream, and a replica's to the first one."""
+        spec, next_id = self._spec, self._start.first_id
         if spec.targets:
-            output = Fanout(
+            self._output = Fanout(
                 [
-                    [to_peer(spec, link, next_id=start.first_id) for link in edge.links]
+                    [self._to(spec, link, next_id=next_id) for link in edge.links]
                     for edge in spec.targets
                 ]
             )
-            for below in output.links:
-                neighbours.connect(below)
-        if exchange is not None and beside.targets:
-            exchange.output = to_peer(beside, next_id=start.cut + 1)
-            neighbours.connect(exchange.output)
-        if input is not None and not again:
-            neighbours.wait_for_upstream(input)
-        if options.resume == AUTO and not again:  # the neighbours have begun at the same cut
-            forget_later(run, spec, start)
-        if stop():
-            raise StoppedError("stopped before training began")
-        ledger.at(start.first_id - 1)
+            for below in self._output.links:
+                self._neighbours.connect(below)
+        if self._exchange is not None and self._step.shared is not None:
+            beside = exchange_spec(spec, self._step.shared.words)
+            if beside.targets:
+                self._exchange.output = self._to(beside, next_id=self._start.cut + 1)
+                self._neighbours.connect(self._exchange.output)
+
+    def _train(self, source: DataSource | None, labels: Labels | None) -> Stage:
+        spec, metrics, start = self._spec, self._metrics, self._start
+        self._ledger.at(start.first_id - 1)
         metrics.set_state("running")
         metrics.started()
         log.info(
             "module %s runs on %s: %s -> %s, after %d of the stream",
-            spec.module, device, " and ".join(map(str, spec.arguments)), spec.output, start.cut,
+            spec.module, self._device, " and ".join(map(str, spec.arguments)), spec.output,
+            start.cut,
         )  # fmt: skip
-        prunes = chain if spec.head is not None or spec.tail is not None else []
+        prunes = self._chain if spec.head is not None or spec.tail is not None else []
         writer = checkpoint.CheckpointWriter(
-            run, spec.module, prunes, spec.keep, metrics.warn, metrics.all_is_well
+            self._run, spec.module, prunes, spec.keep, metrics.warn, metrics.all_is_well
         )
         metrics.saving = lambda: writer.saved_bytes if writer.busy else None
         stream = None
         if source is not None and spec.head is not None:
-            stream = Stream(
-                source,
-                spec.head,
-                start.position,
-                shared=spec.replicas > 1,
-                loss=loss if spec.labelled else None,
-            )
+            loss = self._loss if spec.labelled else None
+            shared = spec.replicas > 1
+            stream = Stream(source, spec.head, start.position, shared=shared, loss=loss)
         try:
             server = ModuleServer(
-                step,
+                self._step,
                 metrics=metrics,
                 checkpoints=writer,
-                stop=stop,
+                stop=self._stop,
                 start=start,
-                ledger=ledger,
+                ledger=self._ledger,
                 stream=stream,
                 labels=labels,
-                input=input,
-                output=output,
-                exchange=exchange,
-                neighbours=neighbours,
+                input=self._input,
+                output=self._output,
+                exchange=self._exchange,
+                neighbours=self._neighbours,
             )
             collect_as_usual()
             outcome = server.serve()
@@ -270,17 +348,19 @@ def _serve(
         if writer.failure is not None:
             raise writer.failure
         return outcome
-    finally:
-        ledger.close()
-        for link in (output, input, exchange):
+
+    def _close(self) -> None:
+        self._ledger.close()
+        for link in (self._output, self._input, self._exchange):
             if link is not None:
                 link.close()
-        if options.first is None and options.ipc:  # manual start: nobody else does it
+        folder = self._options.ipc
+        if self._options.first is None and folder:  # manual start: nobody else does it
             with contextlib.suppress(OSError):
-                Path(options.ipc).rmdir()
+                Path(folder).rmdir()
 
 
-def _listen(
+def _bind(
     links: Mapping[InputLink, EdgeSpec], options: WorkerStart, spec: WorkerSpec
 ) -> dict[str, str]:
     """Bind all links that others open; return their addresses, by the others' names."""
@@ -302,10 +382,10 @@ def _listen(
     return addresses
 
 
-def _left_behind(spec: WorkerSpec, start: Start) -> Outcome:
+def _left_behind(spec: WorkerSpec, start: Start) -> Stage:
     """Finish like the module upstream, unless the end of the stream is lost."""
     if start.over:
-        return Outcome.FINISHED
+        return Stage.FINISHED
     above = " or ".join(repr(edge.source) for edge in spec.sources)
     raise CheckpointError(
         f"module {above} has finished, but the last checkpoint of {spec.module!r} is "

@@ -55,15 +55,37 @@ END_EARLY = "end"
 """The tail's request to the head to end training early."""
 
 
-class Outcome(Enum):
-    """How serving ended."""
+class Stage(Enum):
+    """What a server does, or how it has ended."""
 
+    TAKING = "taking items"
+    DRAINING = "waiting for the gradients of batches before the marker"
+    SHARING = "sharing what the replicas have learnt"
+    GATHERING = "gathering the other replicas' parts of an evaluation"
     FINISHED = "finished"
     STOPPED = "stopped"
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is taken."""
+        return self in (Stage.FINISHED, Stage.STOPPED)
+
 
 class ModuleServer:
-    """Serves one module."""
+    """Serves one module; only ``_enter`` changes its stage.
+
+    A marker is held until all that belongs before it is done; meanwhile no item is taken::
+
+        stage      event                                         next       method
+        TAKING     a marker, whose batches wait for gradients    DRAINING   _handle_marker
+        TAKING     another marker                                SHARING    _handle_marker
+        DRAINING   no more gradients will come                   SHARING    _give_up
+        SHARING    all have shared, or the marker asks for none  GATHERING  _begin_sharing, _collect
+        GATHERING  the evaluation is whole, or there is none     TAKING     _conclude
+        GATHERING  the same, and the stream ends there           FINISHED   _conclude
+        GATHERING  the same, and the module is to stop there     STOPPED    _conclude
+        any        the time for a stop is over                   STOPPED    serve
+    """
 
     def __init__(
         self,
@@ -105,11 +127,8 @@ class ModuleServer:
         )
         self._divergence = Divergence(step, metrics, self._copies)
         self._evaluations = Evaluations(step, metrics, ledger, start)
-        self._draining: Marker | None = None
-        self._sharing: Marker | None = None
-        self._gathering: Marker | None = None
-        self._outcome: Outcome | None = None
-        self._last: Marker | None = None
+        self._stage = Stage.TAKING
+        self._marker: Marker | None = None  # that is held, or that the stream has ended with
         self._goes_on_alone = step.spec.links.on_loss == "continue"
         self._idle = Idle.of(step, input)
         below = [] if output is None else [link.socket for link in output.links]
@@ -121,12 +140,12 @@ class ModuleServer:
             for socket in (stop.wakeup, *sockets):
                 poller.register(socket, zmq.POLLIN)
 
-    def serve(self) -> Outcome:
-        """Run until the stream ends or the worker is told to stop."""
-        while self._outcome is None:
+    def serve(self) -> Stage:
+        """Run until the stream ends or the worker is told to stop; return how it ended."""
+        while not self._stage.ended:
             stopping = self._stop()
             if stopping and self._shutdown.heed():
-                self._outcome = Outcome.STOPPED
+                self._enter(Stage.STOPPED, None)
                 break
             if self._metrics.due(self._step):
                 self._write_metrics()
@@ -134,17 +153,25 @@ class ModuleServer:
                 if not stopping and not self._held:
                     self._saver.snapshot()
             self._collect()
-            if self._outcome is None and not (self._may_take() and self._take()):
+            if not (self._stage.ended or (self._may_take() and self._take())):
                 self._sleep()
         self._write_metrics()
         self._metrics.flush(wait=True)
-        self._farewell.part(self._last, over=self._outcome is Outcome.FINISHED)
-        return self._outcome
+        self._farewell.part(self._marker, over=self._stage is Stage.FINISHED)
+        return self._stage
+
+    def _enter(self, stage: Stage, marker: Marker | None) -> None:
+        self._stage, self._marker = stage, marker
+
+    @property
+    def _held_marker(self) -> Marker:
+        assert self._marker is not None
+        return self._marker
 
     @property
     def _held(self) -> bool:
         """Whether a marker is not done with."""
-        return (self._draining or self._sharing or self._gathering) is not None
+        return self._stage in (Stage.DRAINING, Stage.SHARING, Stage.GATHERING)
 
     @property
     def _agreeing(self) -> bool:
@@ -274,15 +301,18 @@ class ModuleServer:
         if self._head is not None:
             self._head.look(asks=not self._held)
         if self._exchange is not None:
-            self._share(self._exchange)
-        if self._gathering is not None:
-            self._conclude(self._gathering)
+            if self._neighbours is not None and self._exchange.output is not None:
+                self._neighbours.look(self._exchange.output)
+            if self._exchange.done() and self._stage is Stage.SHARING:
+                self._conclude()
+        if self._stage is Stage.GATHERING:
+            self._conclude()
         if self._output is None:
             return
         if self._neighbours is not None:
             for output in self._output.links:
                 self._neighbours.look(output)
-        if self._draining is not None and self._alone(self._output):
+        if self._stage is Stage.DRAINING and self._alone(self._output):
             self._give_up()
         for event in self._output.receive():
             if isinstance(event, Gradient):
@@ -291,20 +321,12 @@ class ModuleServer:
                 g_BH = self._copies.to_device(event.g) if fine else None
                 self._answer(event.id, self._step.late_gradient(event.id, g_BH))
             elif isinstance(event, Drained):
-                if self._draining is not None and event.id >= self._draining.id:
+                if self._stage is Stage.DRAINING and event.id >= self._held_marker.id:
                     self._give_up()
                 elif self._step.waiting:
                     self._give_up_until(event.id)
             else:
                 self._ask_upstream(event.what)
-
-    def _share(self, exchange: Exchange) -> None:
-        """Go on with sharing what the replicas have learnt; afterwards finish the marker."""
-        if self._neighbours is not None and exchange.output is not None:
-            self._neighbours.look(exchange.output)
-        if exchange.done() and self._sharing is not None:
-            marker, self._sharing = self._sharing, None
-            self._conclude(marker)
 
     def _give_up_until(self, id: int) -> None:
         """Stop waiting for true gradients of batches up to this one: none will come."""
@@ -314,10 +336,8 @@ class ModuleServer:
 
     def _give_up(self) -> None:
         """Stop waiting for true gradients of batches before the marker: none will come."""
-        assert self._draining is not None
         self._step.give_up_waiting()
-        marker, self._draining = self._draining, None
-        self._finish_marker(marker)
+        self._begin_sharing()
 
     def _ask_upstream(self, what: str) -> None:
         """Pass on a request to the head: a checkpoint marker, or an early end."""
@@ -332,19 +352,18 @@ class ModuleServer:
     def _handle_marker(self, marker: Marker) -> None:
         if self._output is not None:
             self._output.send_mark(marker.id, marker.epoch, marker.mark)
-        if self._step.waiting:
-            # The update of batches before the marker still waits for true gradients.
-            self._draining = marker
-        else:
-            self._finish_marker(marker)
+        self._enter(Stage.DRAINING, marker)
+        if not self._step.waiting:
+            self._begin_sharing()
 
-    def _finish_marker(self, marker: Marker) -> None:
+    def _begin_sharing(self) -> None:
         self._send_answers(wait=True)
+        marker = self._held_marker
+        self._enter(Stage.SHARING, marker)
         if self._exchange is not None and Mark.SYNC in marker.mark and marker.id > self._start.cut:
-            self._sharing = marker
             self._exchange.begin(marker)
         else:
-            self._conclude(marker)
+            self._conclude()
 
     def _save(self, marker: Marker) -> None:
         id, finite = marker.id, self._divergence.weights_finite(marker.id)
@@ -356,15 +375,16 @@ class ModuleServer:
         part = self._metrics.run.checkpoint(cut, self._step.spec.module)
         return document_file(part).exists()
 
-    def _conclude(self, marker: Marker) -> None:
+    def _conclude(self) -> None:
+        """Do what the marker stands for, once the evaluation before it is whole; then go on."""
+        marker = self._held_marker
+        self._enter(Stage.GATHERING, marker)
         ledger, mark = self._ledger, marker.mark
         new = ledger.new(marker.id)
         # A restarted module may get markers of evaluations that it has already reported.
         evaluated = new and mark & (Mark.EVAL | Mark.TEST)
         if evaluated and not self._evaluations.complete(marker):
-            self._gathering = marker
             return
-        self._gathering = None
         if mark & (Mark.EVAL | Mark.TEST):
             self._step.end_evaluation()
         ledger.at(marker.id, marker.epoch)
@@ -383,18 +403,16 @@ class ModuleServer:
             elif self._is_written(marker.id):
                 # Its counts are those of the marker; now batches after it have been counted.
                 self._evaluations.checkpoint(marker.id)
-        if mark & (Mark.END | Mark.STOP):
-            self._last = marker
-        else:
+        last = marker if mark & (Mark.END | Mark.STOP) else None  # answered in the farewell
+        if last is None:
             ledger.processed(marker.id)
         if self._input is not None:
             self._input.send_drained(marker.id)
-            if self._last is None:
+            if last is None:
                 self._input.ack(marker.id)
-        if Mark.END in mark:
-            self._outcome = Outcome.FINISHED
-        elif Mark.STOP in mark or self._shutdown.at(mark):
-            self._outcome = Outcome.STOPPED
+        stops = Mark.STOP in mark or self._shutdown.at(mark)
+        after = Stage.STOPPED if stops else Stage.TAKING
+        self._enter(Stage.FINISHED if Mark.END in mark else after, last)
 
     def _write_metrics(self) -> None:
         replayed = 0 if self._idle is None else self._idle.count
@@ -407,8 +425,8 @@ class ModuleServer:
         may_take = self._may_take()
         full = self._output is not None and not self._output.room
         reason = "input" if may_take else "window" if full else "gradient"
-        held = self._sharing is not None or self._gathering is not None
-        reason = "replicas" if held or self._agreeing else reason
+        if self._agreeing or self._stage in (Stage.SHARING, Stage.GATHERING):
+            reason = "replicas"
         if self._metrics.doing != reason:
             self._metrics.now(reason)
         if may_take and self._idle is not None and not self._stop() and self._idle.train():
@@ -417,5 +435,5 @@ class ModuleServer:
         if not may_take and self._input is not None:
             self._input.listen()
         poller = self._any_poller if may_take else self._output_poller
-        poller.poll(POLL_MS if self._gathering is None else GATHER_MS)
+        poller.poll(GATHER_MS if self._stage is Stage.GATHERING else POLL_MS)
         self._metrics.waiting_s[reason] += time.monotonic() - began

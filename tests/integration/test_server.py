@@ -26,7 +26,7 @@ from dni_runtime.worker import metrics
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.resume import begin
-from dni_runtime.worker.server import Outcome
+from dni_runtime.worker.server import Stage
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item, Stream, items
 from tests.conftest import MakeSpec
@@ -58,7 +58,7 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
         try:
             worker.stop._handle(signal.SIGTERM, None)
             with worker.metrics.report.regularly():
-                assert worker.server(input=Join([[input]])).serve() is Outcome.STOPPED
+                assert worker.server(input=Join([[input]])).serve() is Stage.STOPPED
         finally:
             done.set()
             looking.join()
@@ -87,7 +87,7 @@ class Whole:
         self.source = open_data(chain.data, Path(), seed=chain.seed)
         self.step: ModuleStep
 
-    def serve(self, resume: str, look: Callable[[Item, StopRequest], None]) -> Outcome:
+    def serve(self, resume: str, look: Callable[[Item, StopRequest], None]) -> Stage:
         """Serve from where the run stands; ``look`` sees each item before the server does."""
         self.step = ModuleStep(self.spec)
         begun = begin(resume, self.spec, self.run, self.step, ["whole"])
@@ -121,13 +121,13 @@ def test_the_test_set_is_evaluated_once_and_whole(
             raise DataError("no more")
 
     if interruption == "stop":
-        assert whole.serve("auto", interrupt) is Outcome.STOPPED
+        assert whole.serve("auto", interrupt) is Stage.STOPPED
     elif interruption == "death":
         with pytest.raises(DataError):
             whole.serve("auto", interrupt)
     assert whole.lines("test") == []
     resume = "own" if interruption == "death" else "auto"
-    assert whole.serve(resume, lambda item, stop: None) is Outcome.FINISHED
+    assert whole.serve(resume, lambda item, stop: None) is Stage.FINISHED
     (line,) = whole.lines("test")
     assert (line["samples"], line["epoch"]) == (360, 2)
     assert [line["samples"] for line in whole.lines("eval")] == [90, 90]
@@ -143,7 +143,7 @@ def test_the_module_hears_of_the_end_of_each_evaluation(
     heard: list[int] = []
     whole = Whole(run)
     monkeypatch.setattr(ModuleStep, "end_evaluation", lambda step: heard.append(step.batches))
-    assert whole.serve("auto", lambda item, stop: None) is Outcome.FINISHED
+    assert whole.serve("auto", lambda item, stop: None) is Stage.FINISHED
     assert heard == [4, 8, 8]
 
 
@@ -196,7 +196,7 @@ def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(run: 
         finally:
             worker.stop._handle(signal.SIGTERM, None)
             serving.join(30)
-    assert outcomes == [Outcome.FINISHED]
+    assert outcomes == [Stage.FINISHED]
     assert worker.step.counters.given_up == had
 
 
