@@ -1,23 +1,20 @@
-"""Detection of stalled modules (pure): by their reports and the clock of the reports' reader.
+"""Detection of stalled modules, by their reports and the clock of the reports' reader.
 
 A module stands still if its position in the stream has not changed for a while: it is busy, or
 waits for a neighbour. Waiting for a busy neighbour is normal. The other cases:
 
-===================  ==============================================================  ==============
+===================  ==============================================================  ============
 the module           explanation                                                     stalled after
-===================  ==============================================================  ==============
+===================  ==============================================================  ============
 has no worker        it is being restarted, or has finished                          never
 waits for ``data``   normal: a source may be slow                                    never
-sends no report      stopped, cut off, or blocked by code that lets no thread run    its limit
-is busy              it hangs in a batch, checkpoint, evaluation's end or start      its limit
+connects             it gives up by itself                                           never
+gives another sign   it hangs, is stopped, or is cut off                             ``PATIENCE``
 waits for neighbour  the neighbour waits for it, too: a message was lost             ``stall_s``
 waits for ``input``  a message was lost: the module upstream has moved on            ``stall_s``
 waits for neighbour  the neighbour has finished, for as long                         ``stall_s``
-waits for replicas   they all wait for each other                                    its limit
-===================  ==============================================================  ==============
+===================  ==============================================================  ============
 
-A module's limit is ``stall_s`` or 20 times its longest batch, whichever is longer; for its start,
-its first batch, checkpoints, ends of evaluations and its own end at least 10 times ``stall_s``.
 Only changes of reports count, never the times in them: the clocks of hosts differ.
 """
 
@@ -25,8 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from dni_runtime.documents.reports import ENDED, Report
+from dni_runtime.documents.state import RunPhase
+from dni_runtime.launch.journal import Journal
+from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.spec.named import module_of
 
 SLOW = 20
@@ -38,11 +39,27 @@ PATIENT = 10
 GAP_S = 5.0
 """Most seconds that count between two looks; beyond, the reader itself was suspended."""
 
-_RARE = {
-    "start": "has been starting",
-    "checkpoint": "has made no progress with its checkpoint",
-    "evaluation": "has been at the end of an evaluation",
+Patience = Literal["limit", "rare"]
+"""``limit``: ``stall_s``, or ``SLOW`` times the module's longest batch if that is longer; ``rare``,
+also until the first batch is done: the same, but at least ``PATIENT`` times ``stall_s``."""
+
+PATIENCE: Mapping[str, tuple[Patience, str]] = {
+    "finished": ("rare", "module {!r} has finished, but its process has not exited {}"),
+    "failed": ("rare", "module {!r} has failed, but its process has not exited {}"),
+    "stopped": ("rare", "module {!r} has stopped, but its process has not exited {}"),
+    "silent": (
+        "limit",
+        "the worker of module {!r} has not reported {}: its process is stopped, or cut off from "
+        "the run directory",
+    ),
+    "batch": ("limit", "module {!r} has been busy with one batch {}"),
+    "replicas": ("limit", "module {!r} waits for its other replicas {}"),
+    "start": ("rare", "module {!r} has been starting {}"),
+    "checkpoint": ("rare", "module {!r} has made no progress with its checkpoint {}"),
+    "evaluation": ("rare", "module {!r} has been at the end of an evaluation {}"),
 }
+"""Signs of life of a module that stands still: how long they may last, and what is said then."""
+
 _WAITS = {
     "input": "input",
     "window": "room in the window of its link",
@@ -201,42 +218,39 @@ class StallRule:
         seen, still_s = self._seen.get(name), self.still_s(name)
         if seen is None or still_s < self._stall_s or seen.phase == "stopping":
             return None  # the supervisor kills it if that takes too long
-        limit_s = max(self._stall_s, SLOW * seen.longest_s)
-        patient_s = max(limit_s, PATIENT * self._stall_s)
-        if not seen.moves:
-            limit_s = patient_s
-        after = f"for {still_s:.0f} s, at {seen.id} of the stream"
-        if seen.phase in ENDED:
-            message = f"module {name!r} has {seen.phase}, but its process has not exited"
-            return self._one(name, f"{message} for {still_s:.0f} s", still_s >= patient_s)
-        if seen.report and self._silent(seen):
-            message = f"the worker of module {name!r} has not reported {after}: its process is "
-            message += "stopped, or cut off from the run directory"
-            return self._one(name, message, still_s >= limit_s)
-        if seen.phase == "connecting":  # it gives up by itself
+        sign = self._sign(seen)
+        if sign in _WAITS:
+            return self._waits(name, f"for {still_s:.0f} s, at {seen.id} of the stream")
+        if sign not in PATIENCE:
             return None
-        busy_s = min(still_s, self._now_s - seen.began_s)
-        busy = f"for {busy_s:.0f} s, at {seen.id} of the stream"
-        if seen.doing == "batch":
-            message = f"module {name!r} has been busy with one batch {busy}"
-            return self._one(name, message, busy_s >= limit_s)
-        if seen.doing in _RARE:
-            message = f"module {name!r} {_RARE[seen.doing]} {busy}"
-            return self._one(name, message, busy_s >= patient_s)
-        if seen.doing in _WAITS:
-            return self._waits(name, after)
-        if seen.doing == "replicas":
-            own = [one for one in self._seen if module_of(one) == module_of(name)]
-            reports = [self._seen[one].report for one in own]
-            wait = [one.doing_s for one in reports if one.doing == "replicas"]
-            all_wait = len(wait) == len(own) and min(wait) >= limit_s
-            return self._one(
-                name, f"module {name!r} waits for its other replicas {after}", all_wait
-            )
-        return None
+        patience, text = PATIENCE[sign]
+        limit_s = max(self._stall_s, SLOW * seen.longest_s)
+        if patience == "rare" or not seen.moves:
+            limit_s = max(limit_s, PATIENT * self._stall_s)
+        lasts_s = self._lasts_s(name, sign)
+        after = f"for {lasts_s:.0f} s, at {seen.id} of the stream"
+        return self._stall(text.format(name, after), name) if lasts_s >= limit_s else None
 
-    def _one(self, name: str, message: str, stalled: bool) -> Stall | None:
-        return Stall((name,), self._starts(name), message) if stalled else None
+    def _sign(self, seen: _Seen) -> str:
+        """Return the sign of life that a module's newest report is."""
+        if seen.phase in ENDED:
+            return seen.phase
+        if seen.report and self._silent(seen):
+            return "silent"
+        return seen.phase if seen.phase == "connecting" else seen.doing
+
+    def _lasts_s(self, name: str, sign: str) -> float:
+        """Return for how long a sign has been the same; of replicas, of all that wait."""
+        names = [name]
+        if sign == "replicas":
+            names = [one for one in self._seen if module_of(one) == module_of(name)]
+            if any(self._seen[one].doing != sign for one in names):
+                return 0.0
+        began_s = (self._now_s - self._seen[one].began_s for one in names)
+        return min(*map(self.still_s, names), *began_s)
+
+    def _stall(self, message: str, *names: str) -> Stall:
+        return Stall(names, tuple(self._seen[name].report.attempt for name in names), message)
 
     def _waits(self, name: str, after: str) -> Stall | None:
         if any(map(self._kept_from_links, self._seen.values())):
@@ -267,7 +281,7 @@ class StallRule:
         message = f"module {name!r} waits for {_WAITS[seen.doing]} from {other!r} {after}"
         if (finished_s := self._finished_s.get(other)) is not None:
             over = self._now_s - finished_s >= self._stall_s  # it may just have come to its end
-            return self._one(name, f"{message}, which has finished", over)
+            return self._stall(f"{message}, which has finished", name) if over else None
         its = self._seen.get(other)
         if its is None or its.phase != "running":
             return None
@@ -282,8 +296,7 @@ class StallRule:
         upper = (its if for_input else seen).report
         stands = "up" if upper.connected else "down"
         message += f"; the link is {stands}, unacknowledged messages: {upper.in_flight}"
-        below_first = (name, other) if for_input else (other, name)
-        return Stall(below_first, self._starts(*below_first), message)
+        return self._stall(message, *((name, other) if for_input else (other, name)))
 
     def _kept_from_links(self, seen: _Seen) -> bool:
         """Whether a worker may have to send something again, but cannot: its disk is slow, say."""
@@ -292,5 +305,65 @@ class StallRule:
     def _silent(self, seen: _Seen) -> bool:
         return self._now_s - seen.changed_s >= self._stall_s / 2
 
-    def _starts(self, *names: str) -> tuple[int, ...]:
-        return tuple(self._seen[name].report.attempt for name in names)
+
+@dataclass
+class _Open:
+    """A stall that is not over; its modules may have been restarted."""
+
+    since_s: float  # time of its detection
+    moves: int  # of the modules, until then
+    starts: int = 0  # stalled attempts of the modules
+    stall: Stall | None = None  # the newest finding
+
+
+class Watchdog:
+    """Maintains the run's phase ``stalled``, with the reason as its error, and its events."""
+
+    def __init__(self, plan: LaunchPlan, journal: Journal) -> None:
+        self.rule = StallRule([w.module for w in plan.workers], plan.restart.stall_s, plan.sources)
+        self._restarts = plan.restart.on_stall == "restart"
+        self._journal = journal
+        self._open: dict[tuple[str, ...], _Open] = {}
+        self._before: RunPhase = "starting"
+
+    def look(self, now_s: float, reports: Mapping[str, Report]) -> dict[str, float]:
+        """Judge the workers by their newest reports; return the modules to restart.
+
+        Each comes with the seconds for which it has stood still. ``now_s`` is the supervisor's
+        monotonic time; ``reports`` has the newest one of each module with a worker.
+        """
+        state, restart = self._journal.state, dict[str, float]()
+        ended = [n for n, m in state.modules.items() if m.state == "finished" and n not in reports]
+        found = self.rule.look(now_s, reports, ended)
+        if state.phase not in ("starting", "running", "stalled") or self._journal.failing:
+            return {}  # on a full disk the workers' reports stand still, too
+        for stall in found:
+            opened = _Open(now_s, self.rule.moves(stall.modules))
+            entry = self._open.setdefault(stall.modules, opened)
+            if entry.stall != stall:
+                self._journal.event("run_stalled", module=stall.modules[0], reason=stall.message)
+                if self._restarts:  # the two ends of a link take turns
+                    name = stall.modules[entry.starts % len(stall.modules)]
+                    restart[name] = self.rule.still_s(name)
+                entry.starts += 1
+            entry.stall = stall
+        for modules, entry in list(self._open.items()):
+            left_out = any(state.modules[name].state == "inactive" for name in modules)
+            if left_out or self.rule.moves(modules) > entry.moves:
+                del self._open[modules]
+                after_s = round(now_s - entry.since_s, 1)
+                self._journal.event("run_moves_again", module=modules[0], after_s=after_s)
+        self._show()
+        return restart
+
+    def _show(self) -> None:
+        state, stalled = self._journal.state, self._journal.state.phase == "stalled"
+        if self._open:
+            reasons = (entry.stall.message for entry in self._open.values() if entry.stall)
+            state.error = "; ".join(reasons)  # written with the next heartbeat if it is not new
+        if self._open and not stalled:
+            self._before, state.phase = state.phase, "stalled"
+            self._journal.write()
+        elif stalled and not self._open:
+            state.phase, state.error = self._before, None
+            self._journal.write()

@@ -30,7 +30,7 @@ from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.restarts import Backoff
 from dni_runtime.launch.runtime_files import prepare_runtime_files, remove_runtime_files
 from dni_runtime.launch.scaling import Scaler, lift_limits, wanted_replicas
-from dni_runtime.launch.watchdog import Watchdog
+from dni_runtime.launch.stall import Watchdog
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.named import module_of
 
@@ -198,7 +198,7 @@ class Supervisor:
         for name, still_s in self._watchdog.look(self._clock(), reports).items():
             self._backoff[name].stood_still(still_s)
             self._pool.kill([name], f"on_stall: restart, after {still_s:.0f} s without progress")
-        if self._clock() >= self._ask_at and (silent := self._watchdog.silent(_SILENT_S)):
+        if self._clock() >= self._ask_at and (silent := self._watchdog.rule.silent(_SILENT_S)):
             self._ask_at = self._clock() + _SILENT_S
             self._pool.kill_gone(silent)
 
@@ -225,11 +225,11 @@ class Supervisor:
 
     def _kill_late(self) -> None:
         """Kill workers that do not exit in time; who still saves something gets more."""
-        if any(map(self._watchdog.saves, self._pool.processes)):
+        if any(map(self._watchdog.rule.saves, self._pool.processes)):
             self._kill_at = max(self._kill_at, self._clock() + LEAVE_S)
         if self._clock() >= min(self._kill_at, self._kill_at_last):
             self._pool.kill_all("it did not exit in time")
-        self._pool.kill_late(self._watchdog.saves)
+        self._pool.kill_late(self._watchdog.rule.saves)
 
     def _reap(self) -> None:
         ended = self._pool.reap()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dni_runtime.launch import pool, supervisor, watchdog
+from dni_runtime.launch import pool, stall, supervisor
 from dni_runtime.link import Drained, Marker, answers, handshake, output, receiver, sender
 from dni_runtime.wire import Mark
 from dni_runtime.worker import (
@@ -141,7 +141,7 @@ def tail_decides() -> Any:
     return replaced(
         (supervisor.Supervisor, "_kill_late", kill_late),
         (supervisor, "conclusion", conclusion),
-        (watchdog.Watchdog, "saves", lambda self, name: False),
+        (stall.StallRule, "saves", lambda self, name: False),
     )
 
 

@@ -15,8 +15,8 @@ from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
+from dni_runtime.launch.stall import Watchdog
 from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.launch.watchdog import Watchdog
 from tests.unit.launch.test_supervisor import World, events
 
 STALL_S = 20.0
