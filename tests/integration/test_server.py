@@ -161,7 +161,7 @@ def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(run: 
     spec, below = worker_specs(chain, describe(chain.data, Path()))
     assert spec.head is not None
     stream = Stream(open_data(chain.data, Path(), seed=1), spec.head)
-    outcomes: list[Outcome] = []
+    outcomes: list[Stage] = []
     with (
         worker_of(run, spec) as worker,
         InputLink(below, run="run", received=had, again=True) as input,
