@@ -58,7 +58,7 @@ def test_how_a_run_goes_changes_no_image(field: str, value: Any) -> None:
 @pytest.mark.parametrize("field", ["strategy", "compression"])
 def test_an_image_has_the_class_by_which_replicas_share(field: str) -> None:
     """The class is a user's own, in the image's sources."""
-    name = {"strategy": "local_sgd:LocalSgd", "compression": "compression:Int8"}[field]
+    name = {"strategy": "strategies:LocalSgd", "compression": "compression:Int8"}[field]
     own = f"replication: {{{field}: {{import: dni_runtime.core.replication.{name}}}}}"
     plain, theirs = (workers(more, "replicas: 2")[0] for more in ("", own))
     assert plain.hash == workers()[0].hash
