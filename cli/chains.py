@@ -80,14 +80,14 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
     Example:
       dnictl validate chain.yaml
     """
-    from dni_runtime.launch.prepare import prepare
+    from dni_runtime.plan.prepare import prepare
 
     prepared = prepare(chain, data=data)
     looked = prepared.looked
     assert looked is not None
-    from dni_runtime.core.advice import advice
-    from dni_runtime.core.resolve import parameter_counts
-    from dni_runtime.launch.host import exposure
+    from dni_runtime.plan.host import exposure
+    from dni_runtime.resolve.advice import advice
+    from dni_runtime.resolve.resolve import parameter_counts
 
     workers = prepared.workers
     warnings = [*advice(workers), *filter(None, [exposure(prepared.chain)])]
@@ -155,8 +155,8 @@ def graph(chain: Path, data: Path | None, kind: str) -> None:
     Example:
       dnictl graph chain.yaml -f mermaid
     """
-    from dni_runtime.core.resolve import parameter_counts
-    from dni_runtime.launch.prepare import prepare
+    from dni_runtime.plan.prepare import prepare
+    from dni_runtime.resolve.resolve import parameter_counts
 
     workers = prepare(chain, data=data, tries=False).workers
     draw = _mermaid if kind == "mermaid" else _text
@@ -205,7 +205,7 @@ def config(chain: Path, data: Path | None, as_json: bool) -> None:
     Example:
       dnictl config chain.yaml > resolved.yaml
     """
-    from dni_runtime.launch.prepare import prepare
+    from dni_runtime.plan.prepare import prepare
 
     document = prepare(chain, data=data, tries=False).chain.model_dump(mode="json")
     if as_json:
@@ -226,6 +226,6 @@ def schema() -> None:
       # first line of chain.yaml, for editors with the YAML language server:
       # yaml-language-server: $schema=chain.schema.json
     """
-    from dni_runtime.core.schema import json_schema
+    from dni_runtime.resolve.schema import json_schema
 
     print_json(json_schema())

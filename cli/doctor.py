@@ -18,9 +18,9 @@ from dnictl.options import data_option, json_option, print_json, profile_option,
 from dnictl.show import Column, answer, number, print_table, quantity
 
 if TYPE_CHECKING:
-    from dni_runtime.bench.network import Line, Measured
-    from dni_runtime.launch.doctor import Check
-    from dni_runtime.launch.slurm.allocation import Allocation
+    from dni_runtime.api.doctor import Check
+    from dni_runtime.measure.network import Line, Measured
+    from dni_runtime.schedulers.slurm.allocation import Allocation
     from dni_runtime.spec.profile import ProfileSpec
 
 _MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "missing": ("✗", "red")}
@@ -74,7 +74,7 @@ def doctor(
             "a chain, --interface and --data are for 'dnictl doctor --network'",
             hint="'dnictl validate CHAIN' checks a chain",
         )
-    from dni_runtime.launch.doctor import examine
+    from dni_runtime.api.doctor import examine
 
     checks: list[Check] = []
     for check in examine():
@@ -161,10 +161,10 @@ def _measure_network(
     as_json: bool,
 ) -> None:
     """Measure links and print the figures."""
-    from dni_runtime.bench.network import SIZES_BYTES, measure_lines, step_on
-    from dni_runtime.bench.peer import Peer
-    from dni_runtime.launch.slurm.allocation import allocation_here
-    from dni_runtime.launch.slurm.profiles import load_profile
+    from dni_runtime.measure.network import SIZES_BYTES, measure_lines, step_on
+    from dni_runtime.measure.peer import Peer
+    from dni_runtime.schedulers.slurm.allocation import allocation_here
+    from dni_runtime.schedulers.slurm.profiles import load_profile
 
     if chain is not None and interface is not None:
         raise UsageError(
@@ -221,9 +221,9 @@ def _lines(
     data: Path | None,
     allocation: Allocation | None,
 ) -> list[Line]:
-    from dni_runtime.bench import network
-    from dni_runtime.launch.prepare import prepare
-    from dni_runtime.launch.slurm.allocation import request_here
+    from dni_runtime.measure import network
+    from dni_runtime.plan.prepare import prepare
+    from dni_runtime.schedulers.slurm.allocation import request_here
     from dni_runtime.spec import LinksSpec
 
     prepared = None if chain is None else prepare(chain, data=data, tries=False)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dni_runtime.image.layers import ModuleBuild
     from dni_runtime.image.plan import BuildPlan
     from dni_runtime.image.progress import Report, Step
-    from dni_runtime.launch.prepare import Prepared
+    from dni_runtime.plan.prepare import Prepared
 
 
 @click.command()
@@ -72,7 +72,7 @@ def build(
     from dni_runtime.image.base import cache_folder
     from dni_runtime.image.build import build_images
     from dni_runtime.image.plan import BuildOptions, plan_build
-    from dni_runtime.launch.prepare import prepare
+    from dni_runtime.plan.prepare import prepare
     from dni_runtime.spec.load import naming_file
 
     prepared = prepare(chain, data=data, tries=False)

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import UsageError
-from dni_runtime.lines import LineReader, NewLines, offset_of_last
+from dni_runtime.run.lines import LineReader, NewLines, offset_of_last
 from dnictl.options import chosen_run, complete_runs, run_argument, runs_option, tell
 from dnictl.show import printable
 
 if TYPE_CHECKING:
-    from dni_runtime.documents.events import Event
-    from dni_runtime.launch.run import Run
+    from dni_runtime.api.run import Run
+    from dni_runtime.run.documents.events import Event
 
 SUPERVISOR = "supervisor"
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
@@ -86,8 +86,8 @@ def logs(
       dnictl logs -f
       dnictl logs --tail 20 bottom
     """
-    from dni_runtime.documents.reports import Report
-    from dni_runtime.documents.state import RunState
+    from dni_runtime.run.documents.reports import Report
+    from dni_runtime.run.documents.state import RunState
 
     run, modules = _whose(names, runs)
     write = _json_line if as_json else _printer(modules)
@@ -173,7 +173,7 @@ def events(run: str | None, runs: Path, follow: bool, tail: int | None, as_json:
     Example:
       dnictl events -f
     """
-    from dni_runtime.documents.events import Event
+    from dni_runtime.run.documents.events import Event
 
     its = chosen_run(run, runs)
     path = its.directory.events

@@ -24,9 +24,9 @@ from dnictl.options import (
 from dnictl.show import Column, decimals, percent, print_table, quantity, thousands
 
 if TYPE_CHECKING:
-    from dni_runtime.bench.module import ModuleCost, Spread
-    from dni_runtime.launch.compare import Compared, Row, Trial
-    from dni_runtime.launch.prepare import Prepared
+    from dni_runtime.measure.compare import Compared, Row, Trial
+    from dni_runtime.measure.module import ModuleCost, Spread
+    from dni_runtime.plan.prepare import Prepared
 
 
 @click.group()
@@ -67,8 +67,8 @@ def module(
     Example:
       dnictl bench module chain.yaml --module bottom
     """
-    from dni_runtime.bench.module import measure_modules
-    from dni_runtime.launch.prepare import prepare
+    from dni_runtime.measure.module import measure_modules
+    from dni_runtime.plan.prepare import prepare
 
     prepared = prepare(chain, data=data)
     costs = measure_modules(
@@ -149,7 +149,7 @@ def compare(
       dnictl compare chain.yaml --strategies local-sgd,diloco --replicas 4
     """
     from dni_runtime.files import write_json
-    from dni_runtime.launch.compare import (
+    from dni_runtime.measure.compare import (
         Method,
         default_target,
         metric_of,
@@ -159,9 +159,9 @@ def compare(
         summarize,
         variant,
     )
-    from dni_runtime.launch.curves import draw_curves
-    from dni_runtime.launch.prepare import prepare
-    from dni_runtime.launch.reference import REFERENCE, default_threads
+    from dni_runtime.measure.curves import draw_curves
+    from dni_runtime.measure.reference import REFERENCE, default_threads
+    from dni_runtime.plan.prepare import prepare
 
     if strategies is not None or labelled_strategies:
         if interfaces is not None or labelled:
@@ -238,8 +238,8 @@ def _names(text: str | None) -> list[str]:
 @click.option("--threads", type=click.IntRange(1), required=True)
 def reference(run: Path, threads: int) -> None:
     """Train the network of a run directory by plain backpropagation."""
-    from dni_runtime.launch.records import Record
-    from dni_runtime.launch.reference import train_reference
+    from dni_runtime.measure.reference import train_reference
+    from dni_runtime.run.record import Record
 
     record = Record.read(run)
     record.check_trusted()
@@ -256,11 +256,11 @@ def _train(
     *,
     quiet: bool,
 ) -> Trial:
-    from dni_runtime.launch.compare import read_trial
-    from dni_runtime.launch.records import create_run
-    from dni_runtime.launch.reference import REFERENCE, run_reference
-    from dni_runtime.launch.run import Run
-    from dni_runtime.launch.settings import StartSettings
+    from dni_runtime.api.run import Run
+    from dni_runtime.measure.compare import read_trial
+    from dni_runtime.measure.reference import REFERENCE, run_reference
+    from dni_runtime.plan.create import create_run
+    from dni_runtime.plan.settings import StartSettings
     from dnictl.progress import progress
 
     root = (folder / f"{re.sub('[^A-Za-z0-9.-]', '_', method)}-{seed}").absolute()

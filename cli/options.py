@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 if TYPE_CHECKING:
-    from dni_runtime.launch.planning import PlannedRun
-    from dni_runtime.launch.prepare import Prepared
-    from dni_runtime.launch.run import Run
-    from dni_runtime.launch.settings import Site, StartSettings
+    from dni_runtime.api.planning import PlannedRun
+    from dni_runtime.api.run import Run
+    from dni_runtime.plan.prepare import Prepared
+    from dni_runtime.plan.settings import Site, StartSettings
 
 
 Wanted = Literal["auto", "process", "apptainer"]
@@ -33,7 +33,7 @@ def complete_profiles(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[str]:
     """Return the names of site profiles that begin with an incomplete word, for the shell."""
-    from dni_runtime.launch.slurm.profiles import profile_files
+    from dni_runtime.schedulers.slurm.profiles import profile_files
 
     return sorted(name for name in profile_files() if name.startswith(incomplete))
 
@@ -116,7 +116,7 @@ run_dir_option = click.option(
 
 def chosen_run(name: str | None, runs: Path) -> Run:
     """Return the run of this name, trusted with --trust; by default the user's latest."""
-    from dni_runtime.launch.run import Run
+    from dni_runtime.api.run import Run
 
     return Run.find(name, runs, trust=_TRUST in click.get_current_context().meta)
 
@@ -128,16 +128,16 @@ def chosen_chain(
 
     ``data`` replaces its ``data.path``; it goes on from the newest checkpoint of the run ``carry``.
     """
-    from dni_runtime.launch.prepare import prepare
+    from dni_runtime.plan.prepare import prepare
 
     prepared = prepare(file, data=data)
     if carry is None:
         return prepared
-    from dni_runtime.launch.carrying import carry_over
+    from dni_runtime.plan.carrying import carry_over
 
     its = chosen_run(carry, runs)
     its.check_trusted()
-    return carry_over(prepared, its.record)
+    return carry_over(prepared, its.record, its.state())
 
 
 def tell(line: str) -> None:
@@ -152,7 +152,7 @@ def print_json(document: Any) -> None:
 
 def site_for(prepared: Prepared, settings: StartSettings) -> Site:
     """Check what this host, or a cluster that shares its files, offers a run."""
-    from dni_runtime.launch.host import check_host
+    from dni_runtime.plan.host import check_host
 
     site = check_host(prepared.written, prepared.workers, settings, prepared.data, prepared.locate)
     _show_notices(site)
@@ -161,7 +161,7 @@ def site_for(prepared: Prepared, settings: StartSettings) -> Site:
 
 def planned_run(prepared: Prepared, settings: StartSettings) -> PlannedRun:
     """Plan the first start of a run, and show what the user should know of this host."""
-    from dni_runtime.launch.planning import plan_run
+    from dni_runtime.api.planning import plan_run
 
     planned = plan_run(prepared, settings)
     _show_notices(planned.site)

@@ -15,10 +15,10 @@ from dnictl.show import chain_line, duration, evaluation, modules_table, number,
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from dni_runtime.documents.metrics import Evaluation
-    from dni_runtime.documents.state import RunState
-    from dni_runtime.launch.figures import RunFigures
-    from dni_runtime.launch.run import Run
+    from dni_runtime.api.run import Run
+    from dni_runtime.measure.figures import RunFigures
+    from dni_runtime.run.documents.metrics import Evaluation
+    from dni_runtime.run.documents.state import RunState
 
 _LIVE_S = 0.5
 _PLAIN_S = 1.0
@@ -58,7 +58,7 @@ class _Throttled:
     """
 
     def __init__(self, run: Run, every_s: float, show: Shower) -> None:
-        from dni_runtime.launch.figures import MetricsReader
+        from dni_runtime.measure.figures import MetricsReader
 
         self._reader = MetricsReader(run.record)
         self._every_s = every_s

@@ -35,10 +35,10 @@ from dnictl.show import (
 )
 
 if TYPE_CHECKING:
-    from dni_runtime.documents.state import RunState
-    from dni_runtime.launch.figures import RunFigures
-    from dni_runtime.launch.run import Run
-    from dni_runtime.launch.start import Launch
+    from dni_runtime.api.run import Run
+    from dni_runtime.measure.figures import RunFigures
+    from dni_runtime.run.documents.state import RunState
+    from dni_runtime.supervise.start import Launch
 
 WAIT_TIMEOUT = 124
 """Exit code of a wait that ran out of time, as in timeout(1)."""
@@ -54,8 +54,8 @@ def ps(runs: Path, as_json: bool) -> None:
     Example:
       dnictl ps --json | jq -r '.[-1].run'
     """
-    from dni_runtime.launch.figures import MetricsReader
-    from dni_runtime.launch.run import runs_in
+    from dni_runtime.api.run import runs_in
+    from dni_runtime.measure.figures import MetricsReader
 
     rows = [MetricsReader(run.record, evaluations=1).read(its) for run, its in runs_in(runs)]
     if as_json:
@@ -92,7 +92,7 @@ def status(run: str | None, runs: Path, prometheus: bool, as_json: bool) -> None
       dnictl status
       watch dnictl status
     """
-    from dni_runtime.launch.figures import MetricsReader, prometheus_page
+    from dni_runtime.measure.figures import MetricsReader, prometheus_page
 
     record = chosen_run(run, runs).record
     figures = (MetricsReader(record) if as_json else MetricsReader(record, evaluations=1)).read()
@@ -314,7 +314,7 @@ def supervise(path: Path) -> None:
 
 def go(launch: Launch, *, detached: bool = False, as_json: bool = False) -> None:
     """Start a run in the background, or supervise it to its end and exit with its code."""
-    from dni_runtime.launch.run import Run
+    from dni_runtime.api.run import Run
     from dnictl.progress import progress
 
     run = Run.open(launch.run.root)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod, RenderableType
     from rich.table import Table
 
-    from dni_runtime.documents.metrics import Evaluation, Figure
-    from dni_runtime.launch.figures import ModuleFigures, RunFigures
+    from dni_runtime.measure.figures import ModuleFigures, RunFigures
+    from dni_runtime.run.documents.metrics import Evaluation, Figure
 
 Row = TypeVar("Row")
 _WIDE = 400
@@ -183,8 +183,8 @@ def modules_table(figures: RunFigures) -> Table:
     Accuracy is that of the newest evaluation, of the early head or at the tail; the rest is recent.
     Counters are shown if a module has counted something.
     """
-    from dni_runtime.documents.metrics import figures_of
-    from dni_runtime.launch.figures import ModuleFigures
+    from dni_runtime.measure.figures import ModuleFigures
+    from dni_runtime.run.documents.metrics import figures_of
     from dni_runtime.spec.replicas import tails_of
 
     modules = figures.modules

@@ -84,7 +84,7 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
       dnictl split torchvision.models:resnet18 --args '{num_classes: 10}' --data cifar10 -n 4
       dnictl split nets:build --data cifar10 --at layer2,layer3
     """
-    from dni_runtime.launch.splitting import settings_of, split_chain
+    from dni_runtime.plan.splitting import settings_of, split_chain
     from dni_runtime.split.part import doubt
 
     given = options.pop("settings")
@@ -168,7 +168,7 @@ def balance(
       dnictl balance                       # how good the cuts of the latest run are
       dnictl stop && dnictl balance --apply && dnictl up --carry RUN
     """
-    from dni_runtime.launch.balancing import balance_chain
+    from dni_runtime.plan.balancing import balance_chain
 
     if apply_it and output is not None:
         raise UsageError("--apply and --output exclude each other", hint="give one of them")

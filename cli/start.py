@@ -38,9 +38,9 @@ from dnictl.options import (
 from dnictl.runs import conclude, go
 
 if TYPE_CHECKING:
-    from dni_runtime.launch.plan import LaunchPlan
-    from dni_runtime.launch.prepare import Prepared
-    from dni_runtime.launch.run import Run
+    from dni_runtime.api.run import Run
+    from dni_runtime.plan.plan import LaunchPlan
+    from dni_runtime.plan.prepare import Prepared
 
 
 @click.command()
@@ -84,10 +84,10 @@ def up(
       dnictl up chain.yaml -d && dnictl logs -f
       dnictl up chain.yaml --hosts a,b
     """
-    from dni_runtime.launch.records import run_root
-    from dni_runtime.launch.settings import StartSettings
-    from dni_runtime.launch.slurm.commands import own_job
-    from dni_runtime.launch.ssh import parse_hosts
+    from dni_runtime.plan.create import run_root
+    from dni_runtime.plan.settings import StartSettings
+    from dni_runtime.schedulers.slurm.commands import own_job
+    from dni_runtime.schedulers.ssh import parse_hosts
 
     prepared = chosen_chain(chain, data=data, carry=carry, runs=runs)
     root = run_root(prepared.chain.name, run_dir, runs)
@@ -95,7 +95,7 @@ def up(
     if hosts is not None:
         settings = replace(settings, scheduler="ssh", hosts=parse_hosts(hosts))
     elif backend == "auto" and own_job() is not None:
-        from dni_runtime.launch.slurm.allocation import job_here
+        from dni_runtime.schedulers.slurm.allocation import job_here
 
         job = job_here(root, prepared, log_level)
         settings = replace(settings, scheduler="slurm", job=job)
@@ -213,10 +213,10 @@ def run(
       dnictl run top --run-dir runs/by-hand
     """
     from dni_runtime.image.apptainer import host_environment
-    from dni_runtime.launch.prepare import prepare
-    from dni_runtime.launch.runtimes import worker_argv
-    from dni_runtime.launch.settings import StartSettings
-    from dni_runtime.rundir import RunDir, socket_folder
+    from dni_runtime.plan.prepare import prepare
+    from dni_runtime.plan.settings import StartSettings
+    from dni_runtime.run.rundir import RunDir, socket_folder
+    from dni_runtime.schedulers.runtimes import worker_argv
 
     prepared = prepare(chain, data=data)
     workers = [worker.module for worker in prepared.replicas]
@@ -279,9 +279,9 @@ def mpi(
       dnictl mpi chain.yaml > train.sh && sh train.sh
     """
     from dni_runtime.files import write_json
-    from dni_runtime.launch.mpi import mpirun_argv, mpirun_command
-    from dni_runtime.launch.records import run_root
-    from dni_runtime.launch.settings import StartSettings
+    from dni_runtime.plan.create import run_root
+    from dni_runtime.plan.settings import StartSettings
+    from dni_runtime.schedulers.mpi import mpirun_argv, mpirun_command
 
     prepared = chosen_chain(chain, data=data)
     root = run_root(prepared.chain.name, run_dir, runs)
@@ -299,7 +299,7 @@ def mpi(
 
 
 def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
-    from dni_runtime.launch.records import Record
+    from dni_runtime.run.record import Record
 
     record = Record.read(run_dir)
     record.check_trusted()
@@ -312,7 +312,7 @@ def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
 
 
 def _print_plan(plan: LaunchPlan, as_json: bool) -> None:
-    from dni_runtime.launch.schedulers import SCHEDULERS
+    from dni_runtime.schedulers.schedulers import SCHEDULERS
 
     commands = [SCHEDULERS[plan.scheduler].command(worker) for worker in plan.workers]
     if as_json:

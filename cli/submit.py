@@ -32,8 +32,8 @@ from dnictl.options import (
 from dnictl.show import Column, percent, print_table, quantity
 
 if TYPE_CHECKING:
-    from dni_runtime.launch.prepare import Prepared
-    from dni_runtime.launch.slurm.script import JobRequest
+    from dni_runtime.plan.prepare import Prepared
+    from dni_runtime.schedulers.slurm.script import JobRequest
     from dni_runtime.spec.profile import ProfileSpec
 
 nodes_option = click.option(
@@ -105,10 +105,10 @@ def submit(
     """
     if parsable and as_json:
         raise UsageError("--parsable and --json exclude each other", hint="give one of them")
-    from dni_runtime.launch.records import run_root
-    from dni_runtime.launch.settings import StartSettings
-    from dni_runtime.launch.slurm.profiles import load_profile
-    from dni_runtime.launch.slurm.submit import job_record, placement_rows, submit_run
+    from dni_runtime.plan.create import run_root
+    from dni_runtime.plan.settings import StartSettings
+    from dni_runtime.schedulers.slurm.profiles import load_profile
+    from dni_runtime.schedulers.slurm.submit import job_record, placement_rows, submit_run
 
     prepared = chosen_chain(chain, data=data, carry=carry, runs=runs)
     site_profile = load_profile(profile)
@@ -122,7 +122,7 @@ def submit(
     site = site_for(prepared, settings)
     options = [] if dependency is None else [f"--dependency={dependency}"]
     if dry_run or test_only:
-        from dni_runtime.launch.slurm.script import render_script
+        from dni_runtime.schedulers.slurm.script import render_script
 
         script = render_script(request)
         answer = _checked(script, options) if test_only else None
@@ -146,7 +146,7 @@ def submit(
             err=True,
         )
     if wait_for_it:
-        from dni_runtime.launch.run import Run
+        from dni_runtime.api.run import Run
         from dnictl.runs import conclude
 
         run = Run(record)
@@ -177,9 +177,9 @@ def plan(
       dnictl plan chain.yaml --nodes 2
       dnictl bench module --json > costs.json && dnictl plan --nodes 2 --costs costs.json
     """
-    from dni_runtime.launch.prepare import prepare
-    from dni_runtime.launch.slurm.profiles import load_profile
-    from dni_runtime.launch.slurm.submit import placement_rows
+    from dni_runtime.plan.prepare import prepare
+    from dni_runtime.schedulers.slurm.profiles import load_profile
+    from dni_runtime.schedulers.slurm.submit import placement_rows
 
     prepared = prepare(chain, data=data)
     request = _request(
@@ -207,7 +207,7 @@ def list_profiles(as_json: bool) -> None:
     Example:
       dnictl profile list
     """
-    from dni_runtime.launch.slurm.profiles import profile_files
+    from dni_runtime.schedulers.slurm.profiles import profile_files
 
     found = profile_files()
     if as_json:
@@ -229,7 +229,7 @@ def show_profile(name: str) -> None:
     Example:
       dnictl profile show example > ~/.config/dnictl/profiles/mycluster.yaml
     """
-    from dni_runtime.launch.slurm.profiles import load_profile, profile_files
+    from dni_runtime.schedulers.slurm.profiles import load_profile, profile_files
 
     load_profile(name)
     click.echo(profile_files()[name].read_text(encoding="utf-8"), nl=False)
@@ -246,10 +246,10 @@ def _request(
     time_limit: str | None = None,
     strict: bool,
 ) -> JobRequest:
-    from dni_runtime.core.cost import estimated_costs
-    from dni_runtime.launch.prepare import importing_from
-    from dni_runtime.launch.slurm.commands import NodeShape, node_shapes
-    from dni_runtime.launch.slurm.submit import make_request, measured_costs
+    from dni_runtime.plan.prepare import importing_from
+    from dni_runtime.resolve.cost import estimated_costs
+    from dni_runtime.schedulers.slurm.commands import NodeShape, node_shapes
+    from dni_runtime.schedulers.slurm.submit import make_request, measured_costs
 
     shapes: list[NodeShape] | None = None
     try:
@@ -274,7 +274,7 @@ def _checked(script: str, options: list[str]) -> str:
     """Let Slurm check a batch script, and return its answer."""
     import tempfile
 
-    from dni_runtime.launch.slurm.commands import check_only
+    from dni_runtime.schedulers.slurm.commands import check_only
 
     with tempfile.NamedTemporaryFile("w", prefix="dnictl-", suffix=".sbatch") as file:
         file.write(script)

@@ -43,7 +43,7 @@ def tensorboard(
       dnictl tensorboard --follow &
       tensorboard --logdir runs
     """
-    from dni_runtime.launch.tensorboard import Board
+    from dni_runtime.measure.tensorboard import Board
 
     its = chosen_run(run, runs)
     folder = its.directory.tensorboard if logdir is None else logdir / its.name

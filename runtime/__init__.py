@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from dni_runtime.launch.chain import Chain
-    from dni_runtime.launch.run import Run
+    from dni_runtime.api.chain import Chain
+    from dni_runtime.api.run import Run
 
 __version__ = "0.1.0"
 
@@ -24,11 +24,11 @@ __all__ = ["Chain", "Run", "__version__", "load"]
 def __getattr__(name: str) -> object:
     """Workers import this package too, and need neither of these."""
     if name == "Chain":
-        from dni_runtime.launch.chain import Chain
+        from dni_runtime.api.chain import Chain
 
         return Chain
     if name == "Run":
-        from dni_runtime.launch.run import Run
+        from dni_runtime.api.run import Run
 
         return Run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,16 +34,16 @@ from typing import Any
 import yaml
 from safetensors.torch import load_file
 
-from dni_runtime.cuts import complete_cuts
-from dni_runtime.documents.metrics import EpochLine, TrainLine, read_metrics
-from dni_runtime.documents.records import JobRecord
-from dni_runtime.documents.reports import Report
-from dni_runtime.documents.state import RunState, process_birth
-from dni_runtime.launch.figures import MetricsReader
-from dni_runtime.launch.records import Record
-from dni_runtime.launch.run import Run
-from dni_runtime.launch.schedulers import read_state
-from dni_runtime.launch.slurm import commands
+from dni_runtime.api.run import Run
+from dni_runtime.measure.figures import MetricsReader
+from dni_runtime.run.cuts import complete_cuts
+from dni_runtime.run.documents.metrics import EpochLine, TrainLine, read_metrics
+from dni_runtime.run.documents.records import JobRecord
+from dni_runtime.run.documents.reports import Report
+from dni_runtime.run.documents.state import RunState, process_birth
+from dni_runtime.run.record import Record
+from dni_runtime.schedulers.schedulers import read_state
+from dni_runtime.schedulers.slurm import commands
 from dni_runtime.spec.replicas import replicas_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,11 +20,11 @@ import torch
 from dni_runtime import load
 from dni_runtime.core.chain import Backprop
 from dni_runtime.core.evaluation import evaluate
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.data import describe, open_data
-from dni_runtime.documents.metrics import EvaluationLine, read_metrics
-from dni_runtime.launch.curves import Panel, draw_curves
-from dni_runtime.rundir import RunDir
+from dni_runtime.measure.curves import Panel, draw_curves
+from dni_runtime.resolve.resolve import worker_specs
+from dni_runtime.run.documents.metrics import EvaluationLine, read_metrics
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import ChainSpec, load_chain
 
 ROOT = Path(__file__).resolve().parent.parent

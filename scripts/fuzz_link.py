@@ -28,13 +28,13 @@ from typing import Any
 
 import zmq
 
-from dni_runtime.documents.metrics import TrainLine, read_metrics
-from dni_runtime.documents.reports import Endpoint
 from dni_runtime.errors import WireError
-from dni_runtime.launch.records import Record
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.handshake import Hello, compare
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.metrics import TrainLine, read_metrics
+from dni_runtime.run.documents.reports import Endpoint
+from dni_runtime.run.record import Record
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import ID_LIMIT, Kind, Mark, Message, TensorEntry, decode, encode
 

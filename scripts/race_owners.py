@@ -18,7 +18,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from dni_runtime.launch.run import Run
+from dni_runtime.api.run import Run
 
 CHAIN = """\
 name: raced

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dni_runtime.garbage import collect_seldom
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
 from dni_runtime.spec.edge import EdgeSpec
 from tests.specs import float32, int64

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dni_runtime.core.replication import Shared, Sync
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import DataInfo, WorkerSpec, parse_chain
 from dni_runtime.spec.replicas import workers_of
 from tests.specs import float32, int64

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.errors import SpecError
+from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 
 

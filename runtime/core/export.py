@@ -20,14 +20,14 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from dni_runtime.core.chain import data_of
-from dni_runtime.core.choices import trusting
 from dni_runtime.core.finite import state_finite
 from dni_runtime.core.layers import build_layers, exported
-from dni_runtime.core.piece import tie
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import DataError, DivergedError, SpecError, UnavailableError, UsageError
 from dni_runtime.files import pinned, write_atomic
+from dni_runtime.network.piece import tie
 from dni_runtime.spec import LayerSpec, TensorSpec, WorkerSpec
+from dni_runtime.spec.choices import trusting
 from dni_runtime.spec.named import Frozen, Name
 
 LAYERS_PREFIX = "layers."
@@ -294,7 +294,7 @@ def connect(
 
     It is a ``nn.Sequential`` if each module takes the output of the one before, else a
     ``torch.fx.GraphModule`` with one argument for each input of the data. Its children have the
-    modules' names. Tied parameters of :class:`~dni_runtime.core.piece.Piece` are one again.
+    modules' names. Tied parameters of :class:`~dni_runtime.network.piece.Piece` are one again.
     """
     tie(one for module in modules.values() for one in module.modules())
     plain = [

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from dni_runtime.core.choices import Location, call, find_class
-from dni_runtime.core.piece import Piece
 from dni_runtime.core.recurrent import Recurrent
-from dni_runtime.core.source import without_memory
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import DataError, SpecError
+from dni_runtime.network.piece import Piece
+from dni_runtime.network.source import without_memory
 from dni_runtime.packing import pack, unpack
 from dni_runtime.spec import LayerSpec, TensorSpec, WorkerSpec
+from dni_runtime.spec.choices import Location, call, find_class
 
 LAYERS: dict[str, type[nn.Module]] = {
     name: cls

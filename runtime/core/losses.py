@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dni_runtime.core.choices import Location, call, find_class
 from dni_runtime.core.labels import alike, class_axis, integer, lined_up, pairs
 from dni_runtime.core.training import torch_dtype
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import Choice, LossSpec, TensorSpec
+from dni_runtime.spec.choices import Location, call, find_class
 from dni_runtime.spec.named import Frozen
 from dni_runtime.wire import Part
 

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dni_runtime.core.choices import Location, call, find_class
 from dni_runtime.core.labels import alike, lined_up
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.training import torch_dtype
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
+from dni_runtime.spec.choices import Location, call, find_class
 from dni_runtime.spec.load import suggestion
 
 _TRIED = 8

@@ -15,7 +15,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from dni_runtime.core.choices import Location, check_keywords, find_class
 from dni_runtime.core.finite import all_finite
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.training import (
@@ -26,6 +25,7 @@ from dni_runtime.core.training import (
 )
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, ClipSpec, GroupSpec, WorkerSpec
+from dni_runtime.spec.choices import Location, check_keywords, find_class
 
 _GROWTH_STEPS = 2000
 """Updates in a row with finite gradients after which the factor is doubled."""

@@ -13,9 +13,9 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
-from dni_runtime.core.choices import Location, call, find_class
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
+from dni_runtime.spec.choices import Location, call, find_class
 
 _Tensors: TypeAlias = tuple[Tensor, ...] | list[Tensor]
 

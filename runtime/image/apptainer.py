@@ -341,3 +341,14 @@ def capture_bytes(
                 hint=hint_for(tail),
             )
     return printed
+
+
+def usable_apptainer() -> Apptainer:
+    """Find the container program; raises ``UnavailableError`` if there is none, and for root."""
+    tool = find_apptainer()
+    if os.geteuid() == 0:
+        raise UnavailableError(
+            f"{tool}, {tool.path}, is not run as root: its containers would run as root",
+            hint="run this as an ordinary user",
+        )
+    return tool

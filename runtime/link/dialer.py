@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import zmq
 
 from dni_runtime.errors import EncryptionError
-from dni_runtime.keys import Keyring
 from dni_runtime.link import sockets
 from dni_runtime.link.address import encrypted
 from dni_runtime.link.contract import LinkContract
+from dni_runtime.run.keys import Keyring
 from dni_runtime.spec import LinksSpec
 
 _LOOK_S = 1.0

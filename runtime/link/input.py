@@ -12,7 +12,6 @@ from collections.abc import Callable
 from torch import Tensor
 
 from dni_runtime.errors import UnansweredError, UnavailableError, WireError
-from dni_runtime.keys import Keyring
 from dni_runtime.link import socketfile, sockets
 from dni_runtime.link.address import encrypted
 from dni_runtime.link.answers import Answers
@@ -21,6 +20,7 @@ from dni_runtime.link.guard import REASONS, AllowList, Guard
 from dni_runtime.link.items import Batch, Marker
 from dni_runtime.link.receiver import Receiver
 from dni_runtime.link.tensors import from_buffers
+from dni_runtime.run.keys import Keyring
 from dni_runtime.spec import EdgeSpec, WorkerSpec
 from dni_runtime.wire import Buffer, Kind, Message, samples_of
 

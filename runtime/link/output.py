@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from dni_runtime.errors import UnansweredError, WireError
-from dni_runtime.keys import Keyring
 from dni_runtime.link import sockets
 from dni_runtime.link.dialer import Dialer
 from dni_runtime.link.end import MESSAGES_PER_CALL, LinkEnd
@@ -21,6 +20,7 @@ from dni_runtime.link.items import Drained, Event, Gradient, Request
 from dni_runtime.link.sender import Sender, State
 from dni_runtime.link.tensors import from_buffers, to_table
 from dni_runtime.packing import given_back, taken
+from dni_runtime.run.keys import Keyring
 from dni_runtime.spec import EdgeSpec, WorkerSpec
 from dni_runtime.wire import (
     ID_LIMIT,

@@ -15,8 +15,8 @@ from pathlib import Path
 import zmq
 
 from dni_runtime.errors import DataError, UnavailableError, WorkerError
-from dni_runtime.keys import KeyPair
 from dni_runtime.link import socketfile
+from dni_runtime.run.keys import KeyPair
 from dni_runtime.wire import Buffer
 
 Socket = zmq.Socket[bytes]

@@ -14,8 +14,8 @@ from safetensors.torch import save
 from torch import nn
 
 from dni_runtime.core.export import separate
-from dni_runtime.core.source import NetworkSpec
 from dni_runtime.files import write_atomic
+from dni_runtime.network.source import NetworkSpec
 from dni_runtime.split.part import Part
 
 HEADER = "# Written by 'dnictl split', which may replace it."

@@ -17,10 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dni_runtime.core.attention import AttentionWatch, run_watched
 from dni_runtime.core.interfaces import Boundary, build_interface, resolve_interface
-from dni_runtime.core.piece import Operations
-from dni_runtime.core.program import Cut, Program, Section
-from dni_runtime.core.resolve import DEFAULT_OPTIMIZER
 from dni_runtime.core.training import build_optimizer
+from dni_runtime.network.piece import Operations
+from dni_runtime.network.program import Cut, Program, Section
+from dni_runtime.resolve.resolve import DEFAULT_OPTIMIZER
 from dni_runtime.spec import Choice, TensorSpec
 
 _COPIES = 4

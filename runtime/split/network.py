@@ -15,15 +15,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dni_runtime.core.source import (
+from dni_runtime.errors import DataError, SpecError, UsageError
+from dni_runtime.network.source import (
     NetworkSpec,
     Wrapped,
     build_network,
     first_line,
     guilty_line,
 )
-from dni_runtime.core.tracing import trace
-from dni_runtime.errors import DataError, SpecError, UsageError
+from dni_runtime.network.tracing import trace
 from dni_runtime.spec import DataInfo, TensorSpec
 from dni_runtime.spec.load import suggestion
 from dni_runtime.split.costs import Costs

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from dni_runtime.core.interfaces import Boundary, default_interface
 from dni_runtime.core.losses import ChainLoss
-from dni_runtime.core.piece import row_width
-from dni_runtime.core.program import Program, Section
-from dni_runtime.core.resolve import DEFAULT_OPTIMIZER
 from dni_runtime.errors import SpecError
+from dni_runtime.network.piece import row_width
+from dni_runtime.network.program import Program, Section
 from dni_runtime.packing import row_of
+from dni_runtime.resolve.resolve import DEFAULT_OPTIMIZER
 from dni_runtime.spec import Choice, DataInfo, TensorSpec
 from dni_runtime.split.balance import Balance, best_cuts
 from dni_runtime.split.costs import Costs, interface_seconds

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.piece import Piece
-from dni_runtime.core.source import WRAPPED, NetworkSpec, Wrapped
 from dni_runtime.errors import SpecError
+from dni_runtime.network.piece import Piece
+from dni_runtime.network.source import WRAPPED, NetworkSpec, Wrapped
 from dni_runtime.split.part import Part
 
 _STEPS = 2

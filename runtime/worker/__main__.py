@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dni_runtime.errors import DniError
 from dni_runtime.garbage import collect_seldom, run_program
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.worker.start import IMAGE_SPEC, WorkerStart, parser
 
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"

@@ -28,7 +28,9 @@ from dni_runtime import __version__
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.training import sparse_parameters
-from dni_runtime.cuts import (
+from dni_runtime.errors import CheckpointError, DamagedError, DataError
+from dni_runtime.files import opened, pinned, write_atomic
+from dni_runtime.run.cuts import (
     FORMAT,
     best_cut,
     check_sum,
@@ -43,9 +45,7 @@ from dni_runtime.cuts import (
     sealed,
     tensors_file,
 )
-from dni_runtime.errors import CheckpointError, DamagedError, DataError
-from dni_runtime.files import opened, pinned, write_atomic
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 The process group's all-reduce computes the mean of what all offer, and each replica makes the
 result of it by itself. There are no links; if a replica is lost, all workers begin again at the
-newest cut (``launch/settings.py``).
+newest cut (``plan/settings.py``).
 
 For use by one thread; the group has another one, so that a wait does not stop the worker's loop.
 """

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dni_runtime.core.finite import all_finite_or_masks, finite
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.documents.reports import Diverged
 from dni_runtime.errors import DataError, DivergedError
+from dni_runtime.run.documents.reports import Diverged
 from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.metrics import MetricsWriter
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.documents.shares import Share
 from dni_runtime.link import Marker
+from dni_runtime.run.documents.shares import Share
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start

@@ -26,7 +26,7 @@ from dni_runtime.core.replication.hooks import hook_of
 from dni_runtime.errors import UnavailableError, WorkerError
 from dni_runtime.files import write_atomic
 from dni_runtime.link.address import interface_name
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.spec.named import module_of
 

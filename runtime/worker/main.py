@@ -14,18 +14,18 @@ import torch
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.step import ModuleStep, due
 from dni_runtime.core.training import empty_batch
-from dni_runtime.cuts import remove_temporaries
 from dni_runtime.data import DataSource, Half, open_data
-from dni_runtime.documents.records import RunRecord
 from dni_runtime.errors import (
     CheckpointError,
     StoppedError,
     UsageError,
 )
 from dni_runtime.garbage import collect_as_usual
-from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, listen_address
-from dni_runtime.rundir import RunDir, socket_folder
+from dni_runtime.run.cuts import remove_temporaries
+from dni_runtime.run.documents.records import RunRecord
+from dni_runtime.run.keys import RunKeys
+from dni_runtime.run.rundir import RunDir, socket_folder
 from dni_runtime.spec import EdgeSpec, LinksSpec, WorkerSpec
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.device import choose_device

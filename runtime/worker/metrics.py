@@ -27,7 +27,10 @@ from torch import Tensor
 
 from dni_runtime.core.counters import Mean, StepCounters
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.documents.metrics import (
+from dni_runtime.errors import CheckpointError, DniError, StoppedError
+from dni_runtime.files import opened, write_atomic
+from dni_runtime.link import LinkCounters
+from dni_runtime.run.documents.metrics import (
     EpochLine,
     Evaluation,
     EvaluationLine,
@@ -38,12 +41,9 @@ from dni_runtime.documents.metrics import (
     figures_of,
     parse_train,
 )
-from dni_runtime.documents.reports import Diverged, Report, WorkerPhase
-from dni_runtime.documents.state import process_birth
-from dni_runtime.errors import CheckpointError, DniError, StoppedError
-from dni_runtime.files import opened, write_atomic
-from dni_runtime.link import LinkCounters
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.reports import Diverged, Report, WorkerPhase
+from dni_runtime.run.documents.state import process_birth
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.background import repeating
 from dni_runtime.worker.device import Copies, Fetched
@@ -183,7 +183,7 @@ class MetricsWriter:
     # by reason: data (the head's source), input, window, gradient, replicas
     waiting_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     state: WorkerPhase = "starting"
-    # what the computing thread does or waits for (launch/stall.py explains the words)
+    # what the computing thread does or waits for (supervise/stall.py explains the words)
     doing: str = "start"
     error: str | None = None  # that ended it
     warning: str | None = None  # the newest problem that did not end it

@@ -10,12 +10,12 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from dni_runtime.documents.reports import ENDED, Endpoint, Report
-from dni_runtime.documents.state import COMING, RunState
 from dni_runtime.errors import EncryptionError, UnansweredError, UnavailableError
-from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, encrypted
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.reports import ENDED, Endpoint, Report
+from dni_runtime.run.documents.state import COMING, RunState
+from dni_runtime.run.keys import RunKeys
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.join import Join

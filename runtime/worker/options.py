@@ -9,10 +9,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dni_runtime.documents.records import RunRecord
-from dni_runtime.documents.reports import Report
 from dni_runtime.errors import DataError, ImageError, UsageError
-from dni_runtime.rundir import RunDir, hash_name, socket_folder
+from dni_runtime.run.documents.records import RunRecord
+from dni_runtime.run.documents.reports import Report
+from dni_runtime.run.rundir import RunDir, hash_name, socket_folder
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.named import module_of, worker_name
 from dni_runtime.spec.replicas import with_replicas

@@ -10,10 +10,10 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 
-from dni_runtime.documents.reports import ENDED, Report
-from dni_runtime.documents.requests import Stop
 from dni_runtime.errors import UsageError
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.reports import ENDED, Report
+from dni_runtime.run.documents.requests import Stop
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.background import repeating
 from dni_runtime.worker.signals import StopRequest

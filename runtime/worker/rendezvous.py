@@ -7,8 +7,8 @@ import os
 import socket
 from pathlib import Path
 
-from dni_runtime.documents.reports import Endpoint
 from dni_runtime.errors import UnavailableError
+from dni_runtime.run.documents.reports import Endpoint
 
 
 def fresh_endpoint(path: Path) -> Endpoint:

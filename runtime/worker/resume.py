@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.cuts import best_cut, forget, newest_cut, parts_of
 from dni_runtime.errors import CheckpointError
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.cuts import best_cut, forget, newest_cut, parts_of
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.named import module_of, number_of
 from dni_runtime.spec.replicas import replicas_of

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from dni_runtime.documents.requests import Requested
 from dni_runtime.errors import DataError
-from dni_runtime.lines import LineReader
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.requests import Requested
+from dni_runtime.run.lines import LineReader
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Mark
 from dni_runtime.worker.stream import NOTHING

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 
-from dni_runtime.cuts import written_cuts
-from dni_runtime.documents.best import Best
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.cuts import written_cuts
+from dni_runtime.run.documents.best import Best
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec.worker import SelectionRole
 
 log = logging.getLogger(__name__)

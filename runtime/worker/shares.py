@@ -12,9 +12,9 @@ import contextlib
 import logging
 import time
 
-from dni_runtime.documents.shares import Share
-from dni_runtime.lines import LineReader
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.shares import Share
+from dni_runtime.run.lines import LineReader
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from dni_runtime.documents.reports import Control
+from dni_runtime.run.documents.reports import Control
 from dni_runtime.worker.background import repeating
 
 LOOK_S = 0.5

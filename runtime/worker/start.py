@@ -1,7 +1,7 @@
 """What a worker is told when it starts: its command line, as data.
 
 Each field of :class:`WorkerStart` is an option of ``python -m dni_runtime.worker``. The parser and
-the commands of planned workers (``launch/runtimes.py``) follow from the fields.
+the commands of planned workers (``schedulers/runtimes.py``) follow from the fields.
 """
 
 from __future__ import annotations

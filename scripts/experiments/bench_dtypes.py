@@ -17,9 +17,9 @@ from typing import get_args
 
 import torch
 
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.tensors import from_buffers, to_buffers
+from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import DataInfo, Dtype, TensorSpec, parse_chain
 from dni_runtime.wire import TensorContract, nbytes
 

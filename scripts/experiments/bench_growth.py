@@ -28,13 +28,13 @@ from pathlib import Path
 
 import torch
 
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.training import empty_batch
 from dni_runtime.data import describe
-from dni_runtime.documents.metrics import TrainLine, read_metrics
-from dni_runtime.documents.reports import Report
-from dni_runtime.rundir import RunDir
+from dni_runtime.resolve.resolve import worker_specs
+from dni_runtime.run.documents.metrics import TrainLine, read_metrics
+from dni_runtime.run.documents.reports import Report
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
 TICKS = os.sysconf("SC_CLK_TCK")

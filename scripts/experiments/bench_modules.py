@@ -45,20 +45,20 @@ from typing import Any
 
 import torch
 
+from dni_runtime.api.planning import plan_run
 from dni_runtime.core.dynamo import postpone_dynamo
-from dni_runtime.cuts import complete_cuts
-from dni_runtime.documents.state import RunState
 from dni_runtime.errors import DniError
 from dni_runtime.files import write_json
-from dni_runtime.launch.plan import WorkerPlan
-from dni_runtime.launch.planning import plan_run
-from dni_runtime.launch.prepare import prepare
-from dni_runtime.launch.processes import Process
-from dni_runtime.launch.runtimes import worker_argv
-from dni_runtime.launch.settings import StartSettings
-from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.rundir import FOLDERS
+from dni_runtime.plan.plan import WorkerPlan
+from dni_runtime.plan.prepare import prepare
+from dni_runtime.plan.settings import StartSettings
+from dni_runtime.run.cuts import complete_cuts
+from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.rundir import FOLDERS
+from dni_runtime.schedulers.processes import Process
+from dni_runtime.schedulers.runtimes import worker_argv
 from dni_runtime.spec import ChainSpec
+from dni_runtime.supervise.supervisor import Supervisor
 from dni_runtime.worker import main as worker
 from dni_runtime.worker import metrics
 from dni_runtime.worker.ledger import Counts

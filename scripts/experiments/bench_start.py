@@ -35,15 +35,15 @@ from typing import Any
 
 import yaml
 
-from dni_runtime.documents.metrics import StartLine, read_metrics
-from dni_runtime.documents.records import JobRecord
-from dni_runtime.documents.reports import Report
-from dni_runtime.documents.state import RunState
-from dni_runtime.launch.figures import MetricsReader
-from dni_runtime.launch.records import Record
-from dni_runtime.launch.run import Run
-from dni_runtime.launch.slurm import commands
-from dni_runtime.rundir import RunDir
+from dni_runtime.api.run import Run
+from dni_runtime.measure.figures import MetricsReader
+from dni_runtime.run.documents.metrics import StartLine, read_metrics
+from dni_runtime.run.documents.records import JobRecord
+from dni_runtime.run.documents.reports import Report
+from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.record import Record
+from dni_runtime.run.rundir import RunDir
+from dni_runtime.schedulers.slurm import commands
 from dni_runtime.worker.ledger import Counts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -321,7 +321,7 @@ def command_of(pid: int) -> bytes:
 def servers(pids: Iterable[int]) -> set[int]:
     """The processes that these are forks of."""
     parents = {int(stat_of(pid)[1]) for pid in pids}
-    return {pid for pid in parents if b"dni_runtime.launch.forkserver" in command_of(pid)}
+    return {pid for pid in parents if b"dni_runtime.schedulers.forkserver" in command_of(pid)}
 
 
 def stat_of(pid: int) -> list[str]:

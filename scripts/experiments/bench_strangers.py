@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from dni_runtime.documents.metrics import TrainLine, read_metrics
-from dni_runtime.documents.reports import Endpoint
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.metrics import TrainLine, read_metrics
+from dni_runtime.run.documents.reports import Endpoint
+from dni_runtime.run.rundir import RunDir
 
 CHAIN = """\
 name: attacked

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from dni_runtime.core.chain import Carry, LocalChain
 from dni_runtime.core.evaluation import evaluate
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.data import DataSource, open_data
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.tensors import from_buffers, to_buffers
+from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import ChainSpec, DataInfo, Dtype, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.wire import TensorContract, nbytes
 

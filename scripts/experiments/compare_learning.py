@@ -36,9 +36,9 @@ from remember import measured
 from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.metrics import rises
-from dni_runtime.core.resolve import resolved_chain, worker_specs
 from dni_runtime.data import describe, open_data
 from dni_runtime.errors import DniError, UsageError
+from dni_runtime.resolve.resolve import resolved_chain, worker_specs
 from dni_runtime.spec import ChainSpec, Choice, DataInfo, ModuleSpec, parse_chain
 from dni_runtime.spec.load import parse_yaml
 from dni_runtime.spec.model import ModuleDefaults

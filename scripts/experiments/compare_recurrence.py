@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.evaluation import evaluate
-from dni_runtime.core.resolve import worker_specs
+from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import ChainSpec, DataInfo, TensorSpec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dni_runtime.core.chain import LocalChain
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.synthesizers import SYNTHESIZERS
 from dni_runtime.data import describe, open_data
+from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import ChainSpec, Choice, load_chain
 from dni_runtime.spec.load import parse_choice
 

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from dni_runtime import Chain
 from dni_runtime.data import open_data
-from dni_runtime.launch.prepare import importing_from
+from dni_runtime.plan.prepare import importing_from
 from dni_runtime.spec import DataSpec
 
 RESNET = Path(__file__).parents[2] / "definitions" / "chains" / "resnet" / "resnet.py"

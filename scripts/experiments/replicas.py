@@ -30,7 +30,7 @@ import yaml
 from compare_learning import merged
 
 from dni_runtime import Run
-from dni_runtime.documents.metrics import TrainLine, read_metrics
+from dni_runtime.run.documents.metrics import TrainLine, read_metrics
 
 WAITS = """\
 import time

@@ -18,8 +18,8 @@ from reproduce_paper import METHODS, ROOT, chain_spec, folder_of
 from unlocked import UnlockedChain
 
 from dni_runtime.core.evaluation import evaluate
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.data import describe, open_data
+from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.load import parse_choice
 

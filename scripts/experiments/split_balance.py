@@ -23,8 +23,8 @@ from peers.processes import Timing
 from zoo import SOURCES, settings_of
 
 from dni_runtime.data import describe
-from dni_runtime.launch.prepare import importing_from, prepare
-from dni_runtime.launch.splitting import split_chain
+from dni_runtime.plan.prepare import importing_from, prepare
+from dni_runtime.plan.splitting import split_chain
 from dni_runtime.spec import Choice, DataSpec
 from dni_runtime.split.network import network_of, planning
 from dni_runtime.split.plan import Plan, Request

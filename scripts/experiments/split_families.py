@@ -18,9 +18,9 @@ import torch
 from networks import vision
 from torch import nn
 
-from dni_runtime.core.source import NetworkSpec, build_network
-from dni_runtime.core.tracing import trace
 from dni_runtime.errors import DniError
+from dni_runtime.network.source import NetworkSpec, build_network
+from dni_runtime.network.tracing import trace
 from dni_runtime.spec import DataInfo, TensorSpec
 from dni_runtime.split.network import take_apart
 from dni_runtime.split.plan import Request

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dni_runtime.api.chain import Chain
 from dni_runtime.data import open_data
 from dni_runtime.errors import DniError, SpecError
-from dni_runtime.launch.chain import Chain
-from dni_runtime.launch.prepare import importing_from
-from dni_runtime.launch.splitting import split_chain
+from dni_runtime.plan.prepare import importing_from
+from dni_runtime.plan.splitting import split_chain
 from dni_runtime.split.network import load_weights
 
 SOURCES = Path(__file__).parent / "networks"

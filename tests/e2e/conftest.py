@@ -15,14 +15,14 @@ from typing import Any, NoReturn
 
 import pytest
 
-from dni_runtime.cuts import complete_cuts
-from dni_runtime.documents.state import RunState, lives, process_birth
 from dni_runtime.errors import UnavailableError
 from dni_runtime.image.apptainer import Apptainer, find_apptainer
-from dni_runtime.launch.child import session_of
-from dni_runtime.launch.figures import MetricsReader, RunFigures
-from dni_runtime.launch.records import Record
-from dni_runtime.rundir import RunDir
+from dni_runtime.measure.figures import MetricsReader, RunFigures
+from dni_runtime.run.cuts import complete_cuts
+from dni_runtime.run.documents.state import RunState, lives, process_birth
+from dni_runtime.run.record import Record
+from dni_runtime.run.rundir import RunDir
+from dni_runtime.schedulers.child import session_of
 from dni_runtime.spec import ChainSpec
 from tests.conftest import eventually
 from tests.e2e.programs import Program

@@ -13,9 +13,9 @@ import pytest
 from safetensors.torch import load_file
 
 import dni_runtime
-from dni_runtime.cuts import complete_cuts
-from dni_runtime.documents.state import RunState
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.cuts import complete_cuts
+from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.rundir import RunDir
 from tests.e2e.conftest import CHAIN, ENDS, PAIR, Site, missing
 from tests.lines import read_lines
 

@@ -21,12 +21,12 @@ import torch
 
 from dni_runtime import load
 from dni_runtime.core.chain import Backprop
-from dni_runtime.core.resolve import worker_specs
-from dni_runtime.cuts import complete_cuts
 from dni_runtime.data import describe, open_data
 from dni_runtime.files import WORKER_FOLDERS
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.rundir import RunDir
+from dni_runtime.resolve.resolve import worker_specs
+from dni_runtime.run.cuts import complete_cuts
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import load_chain
 from tests.e2e.conftest import Site, eventually, processes_of
 from tests.lines import read_lines

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dni_runtime.data import open_data
-from dni_runtime.documents.state import RunState
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import DataSpec
 from tests.e2e.conftest import PAIR, Site, eventually, figures_of, processes_of
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from dni_runtime import keys
 from dni_runtime.files import read_json, write_atomic
 from dni_runtime.link.address import addresses
-from dni_runtime.rundir import RunDir
+from dni_runtime.run import keys
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import parse_chain
 from tests.e2e.conftest import FOREVER, PAIR, Site, eventually, processes_of
 from tests.e2e.workers import workers_of

@@ -15,8 +15,8 @@ import torch
 from dni_runtime import Run
 from dni_runtime.core.chain import Backprop
 from dni_runtime.data import DataSource
-from dni_runtime.documents.state import RunState
-from dni_runtime.launch.reference import opened
+from dni_runtime.measure.reference import opened
+from dni_runtime.run.documents.state import RunState
 from tests.e2e.conftest import PAUSE, PAUSES, Site, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

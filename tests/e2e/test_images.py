@@ -23,8 +23,8 @@ from dni_runtime.image.check import inspect_image
 from dni_runtime.image.layers import pack_layer
 from dni_runtime.image.lock import read_lock
 from dni_runtime.image.wheels import host_machine
-from dni_runtime.launch.host import check_images
-from dni_runtime.launch.prepare import prepare
+from dni_runtime.plan.host import check_images
+from dni_runtime.plan.prepare import prepare
 from tests.e2e.conftest import Dnictl, need, run
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(900)]

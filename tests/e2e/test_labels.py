@@ -14,8 +14,8 @@ import torch
 
 from dni_runtime import Run
 from dni_runtime.data import open_data
-from dni_runtime.documents.state import RunState
 from dni_runtime.files import read_json
+from dni_runtime.run.documents.state import RunState
 from dni_runtime.spec import ChainSpec, DataSpec, parse_chain
 from dni_runtime.wire import Kind, Limits, Message, decode
 from tests.e2e.conftest import PAUSE, PAUSES, Site, eventually

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from dni_runtime.cuts import complete_cuts
-from dni_runtime.documents.metrics import EvaluationLine, read_metrics
-from dni_runtime.documents.reports import Report
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.cuts import complete_cuts
+from dni_runtime.run.documents.metrics import EvaluationLine, read_metrics
+from dni_runtime.run.documents.reports import Report
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.worker.checkpoint import read
 from tests.e2e.conftest import FOREVER, Dnictl, Site, eventually, need, processes_of
 from tests.lines import read_lines

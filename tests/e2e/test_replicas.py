@@ -14,11 +14,11 @@ from torch import Tensor
 
 from dni_runtime import Run
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.cuts import complete_cuts
 from dni_runtime.data import open_data
-from dni_runtime.documents.metrics import EvaluationLine, read_metrics
-from dni_runtime.documents.state import RunState
-from dni_runtime.launch.plan import LaunchPlan
+from dni_runtime.plan.plan import LaunchPlan
+from dni_runtime.run.cuts import complete_cuts
+from dni_runtime.run.documents.metrics import EvaluationLine, read_metrics
+from dni_runtime.run.documents.state import RunState
 from dni_runtime.spec import DataSpec, parse_chain
 from dni_runtime.spec.edge import replica_of
 from dni_runtime.spec.replicas import workers_of

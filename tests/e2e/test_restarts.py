@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from dni_runtime.documents.state import RunState
 from dni_runtime.files import read_json, write_json
-from dni_runtime.launch.figures import ModuleFigures
+from dni_runtime.measure.figures import ModuleFigures
+from dni_runtime.run.documents.state import RunState
 from tests.e2e.conftest import (
     CHAIN,
     ENDS,

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from dni_runtime import Run
-from dni_runtime.cuts import complete_cuts
-from dni_runtime.documents.state import RunState
 from dni_runtime.files import read_json
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.launch.records import Record
-from dni_runtime.launch.reference import opened
-from dni_runtime.rundir import RunDir
+from dni_runtime.measure.reference import opened
+from dni_runtime.run.cuts import complete_cuts
+from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.record import Record
+from dni_runtime.run.rundir import RunDir
 from tests.e2e import conftest
 from tests.e2e.conftest import FOREVER, PAUSE, PAUSES, Dnictl, command_of, run, state_of
 from tests.lines import read_lines

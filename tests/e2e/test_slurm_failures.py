@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.worker.ledger import Counts
 from tests.e2e.conftest import Dnictl, command_of, processes_of, run
 from tests.e2e.test_slurm import (

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.files import read_json
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from tests.e2e.conftest import FOREVER, PAUSE, PAUSES, Dnictl, run
 from tests.e2e.test_slurm import ROOT, eventually, is_requeued, started_again, submitted
 from tests.lines import read_lines

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from dni_runtime import Chain, Run
 from dni_runtime.data import open_data
 from dni_runtime.errors import UsageError
-from dni_runtime.launch.prepare import importing_from
+from dni_runtime.plan.prepare import importing_from
 from dni_runtime.spec import DataSpec
 from tests.conftest import eventually
 from tests.e2e.conftest import Site

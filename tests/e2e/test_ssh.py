@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.documents.state import RunState
 from dni_runtime.files import read_json
 from dni_runtime.image.apptainer import SYSTEM_FOLDERS, Apptainer
+from dni_runtime.run.documents.state import RunState
 from tests.e2e.conftest import (
     FOREVER,
     Site,

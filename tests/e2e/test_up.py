@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import dni_runtime
-from dni_runtime.cuts import complete_cuts
 from dni_runtime.data import open_data
-from dni_runtime.documents.state import RunState
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.rundir import RunDir, socket_path
+from dni_runtime.run.cuts import complete_cuts
+from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.rundir import RunDir, socket_path
 from dni_runtime.spec import DataSpec
 from tests.e2e.conftest import ENDS, FOREVER, MODULES, PAIR, Site, eventually, sessions_of
 from tests.lines import read_lines

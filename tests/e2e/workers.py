@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from dni_runtime.core.chain import LocalChain
-from dni_runtime.core.resolve import worker_specs
-from dni_runtime.cuts import complete_cuts
 from dni_runtime.data import describe, open_data
-from dni_runtime.documents.records import RunRecord
-from dni_runtime.documents.reports import Report
 from dni_runtime.files import write_atomic
-from dni_runtime.rundir import RunDir
+from dni_runtime.resolve.resolve import worker_specs
+from dni_runtime.run.cuts import complete_cuts
+from dni_runtime.run.documents.records import RunRecord
+from dni_runtime.run.documents.reports import Report
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from tests.e2e.programs import Program
 

@@ -21,12 +21,13 @@ import yaml
 from torch import Tensor, nn
 
 from dni_runtime import Chain
+from dni_runtime.api.checkpointed import Checkpointed
 from dni_runtime.core.chain import LocalChain
-from dni_runtime.core.tracing import trace
 from dni_runtime.errors import DniError
-from dni_runtime.launch.checkpointed import Checkpointed
-from dni_runtime.launch.prepare import Prepared, importing_from
-from dni_runtime.launch.records import Record, create_run
+from dni_runtime.network.tracing import trace
+from dni_runtime.plan.create import create_run
+from dni_runtime.plan.prepare import Prepared, importing_from
+from dni_runtime.run.record import Record
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.replicas import workers_of
 from dni_runtime.worker.checkpoint import read, restore, snapshot, write_part

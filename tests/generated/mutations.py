@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from dni_runtime.core import piece
 from dni_runtime.core.losses import ChainLoss
-from dni_runtime.core.piece import Piece
 from dni_runtime.core.replication import Shared
+from dni_runtime.network import piece
+from dni_runtime.network.piece import Piece
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.ledger import Ledger, Progress

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.link import InputLink, OutputLink
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.wire import Kind, nbytes
 from dni_runtime.worker.fanout import Fanout

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.wire import Mark
 from dni_runtime.worker import metrics, server
 from dni_runtime.worker.device import Copies, Fetched

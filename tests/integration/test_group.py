@@ -16,7 +16,7 @@ from torch import Tensor
 from dni_runtime.core.replication import Sync
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import WorkerError
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import LinksSpec
 from dni_runtime.worker.group import Group
 from tests.conftest import DEVICES

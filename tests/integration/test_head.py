@@ -8,10 +8,10 @@ from contextlib import closing
 import pytest
 import torch
 
-from dni_runtime.documents.requests import Requested
-from dni_runtime.lines import LineReader
 from dni_runtime.link import Batch, Marker, OutputLink
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.requests import Requested
+from dni_runtime.run.lines import LineReader
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.wire import Mark
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.ledger import Counts, Ledger, Progress

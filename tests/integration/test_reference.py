@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.launch.prepare import prepare
-from dni_runtime.launch.records import Record, create_run
-from dni_runtime.launch.reference import REFERENCE, train_reference
+from dni_runtime.measure.reference import REFERENCE, train_reference
+from dni_runtime.plan.create import create_run
+from dni_runtime.plan.prepare import prepare
+from dni_runtime.run.record import Record
 from tests.lines import read_lines
 from tests.specs import linear
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from dni_runtime.core.evaluation import evaluate
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.data import describe, open_data
 from dni_runtime.errors import DataError
 from dni_runtime.files import read_json
 from dni_runtime.link import Batch, InputLink, Marker, OutputLink
-from dni_runtime.rundir import RunDir
+from dni_runtime.resolve.resolve import worker_specs
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import TailRole, parse_chain
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker import metrics

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dni_runtime.documents.state import RunState, process_birth
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.state import RunState, process_birth
+from dni_runtime.run.rundir import RunDir
 
 
 def test_a_dead_supervisor_is_noticed(run: RunDir) -> None:

@@ -9,9 +9,9 @@ from importlib.metadata import version
 import pytest
 
 from dni_runtime import Run
-from dni_runtime.documents.state import RunState
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.rundir import RunDir
 from tests.e2e.conftest import FOREVER, PAUSE, PAUSES, Dnictl, dnictl, slurm, tool
 from tests.e2e.test_slurm import eventually
 from tests.e2e.test_slurm_nodes import events, fault, healed

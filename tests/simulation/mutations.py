@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dni_runtime.launch import pool, stall, supervisor
 from dni_runtime.link import Drained, Marker, answers, handshake, output, receiver, sender
+from dni_runtime.supervise import pool, stall, supervisor
 from dni_runtime.wire import Mark
 from dni_runtime.worker import (
     exchange,

@@ -25,25 +25,25 @@ import zmq
 from torch.nn.utils import parameters_to_vector
 
 from dni_runtime.core.chain import LocalChain
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.cuts import complete_cuts, is_over, parts_of
-from dni_runtime.documents.metrics import EvaluationLine, read_metrics
-from dni_runtime.documents.records import RunRecord
-from dni_runtime.documents.reports import Report
 from dni_runtime.errors import DniError
 from dni_runtime.files import peek_json, write_atomic
-from dni_runtime.launch import pool, supervisor
-from dni_runtime.launch.plan import WorkerPlan
-from dni_runtime.launch.scaling import ask_for, wanted_replicas
-from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.link import receiver, sender, sockets
 from dni_runtime.packing import no_labels
-from dni_runtime.rundir import RunDir
+from dni_runtime.plan.plan import WorkerPlan
+from dni_runtime.resolve.resolve import worker_specs
+from dni_runtime.run.cuts import complete_cuts, is_over, parts_of
+from dni_runtime.run.documents.metrics import EvaluationLine, read_metrics
+from dni_runtime.run.documents.records import RunRecord
+from dni_runtime.run.documents.reports import Report
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import Graph, LinksSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.named import module_of, number_of
 from dni_runtime.spec.replicas import tails_of, workers_of
 from dni_runtime.spec.worker import ADJACENT_FAILURES, DataInfo, TensorSpec
+from dni_runtime.supervise import pool, supervisor
+from dni_runtime.supervise.scaling import ask_for, wanted_replicas
+from dni_runtime.supervise.supervisor import Supervisor
 from dni_runtime.wire import PROTOCOL_VERSION, Kind, Rows
 from dni_runtime.worker import (
     checkpoint,

@@ -8,15 +8,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.documents.state import ModuleState, RunState
 from dni_runtime.errors import DniError
 from dni_runtime.files import peek_json, write_json
-from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
-from dni_runtime.launch.processes import Process as Started
-from dni_runtime.launch.restarts import RestartPlan
-from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.rundir import RunDir
+from dni_runtime.plan.plan import LaunchPlan, WorkerPlan
+from dni_runtime.plan.restarts import RestartPlan
+from dni_runtime.run.documents.state import ModuleState, RunState
+from dni_runtime.run.rundir import RunDir
+from dni_runtime.schedulers.processes import Process as Started
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.supervise.supervisor import Supervisor
 from tests.simulation.world import Process, World
 
 GRACE_S = 20.0

@@ -11,22 +11,27 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = [
     {"errors"},
-    {"files"},
-    {"wire", "spec", "rundir", "garbage"},
-    {"lines"},
-    {"documents"},
-    {"cuts", "keys", "packing"},
+    {"files", "garbage"},
+    {"wire", "spec"},
+    {"run", "packing"},
+    {"network"},
     {"link", "core", "data"},
     {"worker"},
-    {"image", "split"},
-    {"launch"},
-    {"bench"},
+    {"resolve"},
+    {"split"},
+    {"image"},
+    {"plan"},
+    {"schedulers"},
+    {"supervise"},
+    {"measure"},
+    {"api"},
     {"dnictl"},
 ]
 """Lowest first; modules of one level do not import each other."""
 FOREIGN = {
     "wire": {"torch", "zmq", "click"},
     "spec": {"torch", "zmq", "click"},
+    "network": {"zmq", "subprocess", "click"},
     "core": {"zmq", "subprocess", "click"},
     "data": {"zmq", "subprocess", "click"},
     "link": {"subprocess", "click"},
@@ -92,31 +97,11 @@ def module_of(layer: str, file: Path) -> str:
     return ".".join((package, *(part for part in parts if part != "__init__")))
 
 
-def needed_at_once(file: Path) -> set[str]:
-    """What is imported with a file: not inside functions, nor for type checkers only."""
-    names, left = set[str](), list[ast.stmt](ast.parse(file.read_text()).body)
-    while left:
-        match left.pop():
-            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-                pass
-            case ast.If(body=body, orelse=orelse):
-                left += body + orelse
-            case ast.Import(names=aliases):
-                names |= {alias.name for alias in aliases}
-            case ast.ImportFrom(module=str(module)):
-                names.add(module)
-    return names
-
-
 def test_no_two_files_need_each_other() -> None:
-    """Directly or through others, within a package, too.
-
-    In functions and for typing, too, but for ``launch``: a scheduler plans a run, and planning
-    looks the scheduler up.
-    """
+    """Directly or through others, within a package, in functions and for typing, too."""
     files = {module_of(layer, file): file for layer, file in sources()}
     left = {
-        name: (needed_at_once if ".launch." in name else imports)(file) & files.keys()
+        name: imports(file) & files.keys()
         for name, file in files.items()
         if file.name != "__init__.py"  # it collects what its package offers
     }

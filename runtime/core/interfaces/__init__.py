@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dni_runtime.core.choices import Location, find_class, parse_options
 from dni_runtime.core.interfaces.base import (
     Boundary,
     GradientInterface,
@@ -20,6 +19,7 @@ from dni_runtime.core.interfaces.local import Local
 from dni_runtime.core.interfaces.mixed import Corrected, Mixed
 from dni_runtime.core.interfaces.synthetic import Synthetic
 from dni_runtime.spec import Choice
+from dni_runtime.spec.choices import Location, find_class, parse_options
 
 INTERFACES: dict[str, type[GradientInterface]] = {
     "mixed": Mixed,

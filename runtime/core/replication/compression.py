@@ -19,8 +19,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from dni_runtime.core.choices import Location, find_class, parse_options
 from dni_runtime.spec import Choice
+from dni_runtime.spec.choices import Location, find_class, parse_options
 from dni_runtime.spec.named import Frozen
 
 _STEPS = 127

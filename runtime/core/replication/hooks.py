@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from dni_runtime.core.choices import parse_options
 from dni_runtime.core.replication.compression import PowerSgd
 from dni_runtime.spec import Choice
+from dni_runtime.spec.choices import parse_options
 
 logging.getLogger(powerSGD_hook.__name__).setLevel(logging.WARNING)  # else a line for each step
 

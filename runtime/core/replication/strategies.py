@@ -10,11 +10,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from dni_runtime.core.choices import Location, find_class, parse_options
 from dni_runtime.core.optimization import Optimization
 from dni_runtime.core.replication.base import Strategy, Sync
 from dni_runtime.core.training import real, split_like
 from dni_runtime.spec import Choice, WorkerSpec
+from dni_runtime.spec.choices import Location, find_class, parse_options
 from dni_runtime.spec.named import Frozen
 
 

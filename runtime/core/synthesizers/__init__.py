@@ -7,7 +7,6 @@ last map and the label's part are zero, which still lets the first gradient thro
 
 from __future__ import annotations
 
-from dni_runtime.core.choices import Location, find_class, parse_options
 from dni_runtime.core.labels import labels_each_token
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.synthesizers.base import Lesson, Synthesizer
@@ -15,6 +14,7 @@ from dni_runtime.core.synthesizers.maps import Classifier, Critic, Linear, LowRa
 from dni_runtime.core.synthesizers.networks import MLP, Conv
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
+from dni_runtime.spec.choices import Location, find_class, parse_options
 
 __all__ = [
     "MLP",

@@ -10,15 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.documents.metrics import (
+from dni_runtime.plan.prepare import Prepared, prepare
+from dni_runtime.run.documents.metrics import (
     EpochLine,
     EvaluationLine,
     MetricsLine,
     StartLine,
     read_metrics,
 )
-from dni_runtime.launch.prepare import Prepared, prepare
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec.named import module_of, number_of
 from dni_runtime.spec.replicas import tails_of
 from peers.contenders import WHOLE, Contender, chain_of, strategy_of

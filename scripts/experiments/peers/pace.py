@@ -11,19 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dni_runtime.documents.metrics import TrainLine, read_metrics
-from dni_runtime.documents.state import RunState
-from dni_runtime.launch.journal import failure
-from dni_runtime.launch.planning import plan_run
-from dni_runtime.launch.prepare import Prepared
-from dni_runtime.launch.processes import LocalStarter
-from dni_runtime.launch.restarts import RestartPlan
-from dni_runtime.launch.runtimes import worker_argv
-from dni_runtime.launch.settings import StartSettings
-from dni_runtime.launch.start import Launch
-from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.rundir import RunDir
+from dni_runtime.api.planning import plan_run
+from dni_runtime.plan.prepare import Prepared
+from dni_runtime.plan.restarts import RestartPlan
+from dni_runtime.plan.settings import StartSettings
+from dni_runtime.run.documents.metrics import TrainLine, read_metrics
+from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.rundir import RunDir
+from dni_runtime.schedulers.processes import LocalStarter
+from dni_runtime.schedulers.runtimes import worker_argv
 from dni_runtime.spec.replicas import tails_of
+from dni_runtime.supervise.journal import failure
+from dni_runtime.supervise.start import Launch
+from dni_runtime.supervise.supervisor import Supervisor
 from peers.processes import PROCESS_LIMIT_S, Timing
 
 ENDLESS = {"epochs": 1_000_000, "eval_every": 0, "checkpoint": {"every_epochs": 0}}

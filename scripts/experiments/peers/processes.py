@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.launch.processes import CHILD
+from dni_runtime.schedulers.processes import CHILD
 from peers.contenders import SINGLE, Contender
 from peers.networks import NETWORKS, data_spec
 from peers.slow_link import INTERFACE, Link

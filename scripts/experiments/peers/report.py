@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.bench.module import Spread
+from dni_runtime.measure.module import Spread
 from peers.contenders import SINGLE, SYNCHRONOUS, Contender, computes, kind_of
 from peers.processes import Measured
 from peers.slow_link import Line

@@ -13,8 +13,8 @@ import pytest
 import torch
 import zmq
 
-from dni_runtime.keys import KeyPair, KnownKeys
 from dni_runtime.link import Batch, InputLink, Marker, OutputLink
+from dni_runtime.run.keys import KeyPair, KnownKeys
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Mode
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.errors import DataError, EncryptionError, UnavailableError
-from dni_runtime.keys import KeyPair, KnownKeys
+from dni_runtime.run.keys import KeyPair, KnownKeys
 from dni_runtime.spec import LinksSpec
 from dni_runtime.wire import Mode
 from tests.integration.link.conftest import two_rings

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from dni_runtime import keys
 from dni_runtime.errors import DataError
-from dni_runtime.keys import KeyPair, RunKeys
-from dni_runtime.rundir import RunDir
+from dni_runtime.run import keys
+from dni_runtime.run.keys import KeyPair, RunKeys
+from dni_runtime.run.rundir import RunDir
 
 
 @pytest.fixture

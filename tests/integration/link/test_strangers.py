@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import zmq
 
-from dni_runtime.keys import KeyPair
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.guard import CONNECTIONS
 from dni_runtime.link.handshake import Hello
+from dni_runtime.run.keys import KeyPair
 from dni_runtime.spec import LinksSpec
 from dni_runtime.wire import Kind, Message, encode
 from tests.integration.link.conftest import Stream, two_rings

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from dni_runtime.documents.reports import Report
 from dni_runtime.files import write_json
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.reports import Report
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.worker import rank
 from dni_runtime.worker.background import repeating
 from dni_runtime.worker.rank import wait_for_others

@@ -9,8 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
-from dni_runtime.cuts import remove_temporaries
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.cuts import remove_temporaries
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.worker import checkpoint
 from tests.conftest import eventually
 from tests.unit.worker.test_resume import start, workers, write
@@ -31,7 +31,7 @@ def test_what_it_has_written_on_another_host_may_be_seen_late(run: RunDir) -> No
 WRITES = """\
 import os, sys, torch
 from pathlib import Path
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.worker.checkpoint import CheckpointWriter
 for _ in sys.stdin:
     if child := os.fork():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.documents.reports import Control
+from dni_runtime.run.documents.reports import Control
 from dni_runtime.worker import signals
 from dni_runtime.worker.signals import StopRequest
 

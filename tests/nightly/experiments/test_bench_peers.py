@@ -21,7 +21,7 @@ from peers.processes import Measured, last_error
 from peers.report import Outcome, best_peer, ratios, summarize, table
 from peers.slow_link import Line, Link
 
-from dni_runtime.launch.prepare import prepare
+from dni_runtime.plan.prepare import prepare
 
 MLP = NETWORKS["mlp-1024"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import compare_synthesizers
 import pytest
 
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.data import describe
+from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec, load_chain
 
 ROOT = Path(__file__).resolve().parents[3]

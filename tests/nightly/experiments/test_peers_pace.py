@@ -8,7 +8,7 @@ import pytest
 from peers.pace import pace_of, reports
 from peers.processes import Timing
 
-from dni_runtime.documents.metrics import TrainLine
+from dni_runtime.run.documents.metrics import TrainLine
 
 
 def report(time: float, step: int, **values: Any) -> TrainLine:

@@ -16,7 +16,7 @@ from peers.slow_link import Line
 from peers.streams import Stream, write_text
 from time_to_accuracy import Bench, Results, Trained, best_peer, table, told
 
-from dni_runtime.documents.metrics import MetricsLine, parse_line
+from dni_runtime.run.documents.metrics import MetricsLine, parse_line
 
 
 def bench(network: str, target: float) -> Bench:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from dni_runtime.documents.state import RunState
-from dni_runtime.launch.prepare import prepare
-from dni_runtime.launch.records import Record, create_run
+from dni_runtime.plan.create import create_run
+from dni_runtime.plan.prepare import prepare
+from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.record import Record
 from dnictl.main import main
 
 

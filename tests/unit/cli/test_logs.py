@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dni_runtime.launch.records import Record
+from dni_runtime.run.record import Record
 from dnictl.logs import Follower
 from tests.unit.cli.conftest import Dnictl, ended
 
@@ -49,7 +49,7 @@ def test_the_end_of_a_long_log_is_all_that_is_read(
     text = [f"2026-01-01 10:00:{n % 60:02},000 INFO {n}\n" for n in range(1000)]
     path = logs.run.log("bottom", 1)
     path.write_text("".join(text))
-    monkeypatch.setattr("dni_runtime.lines._BLOCK_BYTES", 512)
+    monkeypatch.setattr("dni_runtime.run.lines._BLOCK_BYTES", 512)
     assert Follower(path, "bottom", 1, 5)._lines._offset > path.stat().st_size - 1024
     assert dnictl("logs", "bottom", "--tail", "5").out == "".join(text[-5:])
     assert dnictl("logs", "bottom", "--tail", "0").out == ""

@@ -12,7 +12,7 @@ import pytest
 
 from dni_runtime import __version__
 from dni_runtime.errors import DniError
-from dni_runtime.launch.records import Record
+from dni_runtime.run.record import Record
 from dnictl.main import ALIASES, COMMANDS, cli
 from dnictl.runs import WAIT_TIMEOUT
 from tests.unit.cli.conftest import Dnictl
@@ -110,8 +110,8 @@ def test_ctrl_c(dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor(dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dni_runtime.launch import doctor
-    from dni_runtime.launch.doctor import Check
+    from dni_runtime.api.doctor import Check
+    from dni_runtime.plan import doctor
 
     found = [
         Check("torch", "ok", "2.13", "always"),

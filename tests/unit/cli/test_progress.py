@@ -11,10 +11,10 @@ from typing import TextIO
 
 import pytest
 
+from dni_runtime.api.run import Run
 from dni_runtime.files import append_line
-from dni_runtime.launch.figures import MetricsReader
-from dni_runtime.launch.records import Record
-from dni_runtime.launch.run import Run
+from dni_runtime.measure.figures import MetricsReader
+from dni_runtime.run.record import Record
 from dnictl.progress import PlainLines, progress
 from tests.unit.cli.conftest import ended
 

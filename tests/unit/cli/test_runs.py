@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import save
 
 from dni_runtime import Run, __version__
-from dni_runtime.cuts import sealed
-from dni_runtime.documents.state import RunState
+from dni_runtime.api import run as run_module
 from dni_runtime.errors import CheckpointError, UsageError, WorkerError
 from dni_runtime.files import append_line, read_json, write_json
-from dni_runtime.launch import run as run_module
-from dni_runtime.launch.prepare import prepare
-from dni_runtime.launch.records import Record, create_run
+from dni_runtime.plan.create import create_run
+from dni_runtime.plan.prepare import prepare
+from dni_runtime.run.cuts import sealed
+from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.record import Record
 from dni_runtime.worker.background import repeating
 from dnictl.main import main
 from dnictl.runs import conclude

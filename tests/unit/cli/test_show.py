@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dni_runtime.documents.metrics import Evaluation, EvaluationLine
-from dni_runtime.launch.figures import ModuleFigures, RunFigures
+from dni_runtime.measure.figures import ModuleFigures, RunFigures
+from dni_runtime.run.documents.metrics import Evaluation, EvaluationLine
 from dnictl.show import Column, chain_line, documents, modules_table, quantity, table, waits
 
 

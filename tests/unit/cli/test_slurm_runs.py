@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from dni_runtime.documents.records import JobRecord
 from dni_runtime.files import read_json, write_json
-from dni_runtime.launch.prepare import prepare
-from dni_runtime.launch.records import Record, create_run
+from dni_runtime.plan.create import create_run
+from dni_runtime.plan.prepare import prepare
+from dni_runtime.run.documents.records import JobRecord
+from dni_runtime.run.record import Record
 from tests.unit.cli.conftest import Dnictl, WriteChain, ended
 
 Program = Callable[[str, str], None]
@@ -56,7 +57,7 @@ def test_a_run_between_two_starts_of_its_job(
 
     monkeypatch.setattr("dnictl.tensorboard._POLL_S", 0.0)
     clock = SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)
-    monkeypatch.setattr("dni_runtime.launch.run.time", clock)
+    monkeypatch.setattr("dni_runtime.api.run.time", clock)
     answers.write_text("2\n")
     assert dnictl("tensorboard", "--follow").code == 0
     assert int(answers.read_text()) < 0
@@ -78,7 +79,7 @@ def test_whoever_follows_a_job_that_waits_asks_slurm_seldom(
     (folder / "answers").write_text("2\n")
     slept: list[float] = []
     monkeypatch.setattr(
-        "dni_runtime.launch.run.time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+        "dni_runtime.api.run.time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
     )
     dnictl(*command)
     assert slept == [5.0, 5.0]

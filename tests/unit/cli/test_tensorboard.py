@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.files import append_line
-from dni_runtime.launch.records import Record
+from dni_runtime.run.record import Record
 from tests.unit.cli.conftest import Dnictl, ended
 
 

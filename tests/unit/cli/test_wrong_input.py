@@ -11,8 +11,8 @@ import torch
 
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, write_lock
-from dni_runtime.launch import doctor
-from dni_runtime.launch.records import Record
+from dni_runtime.plan import doctor
+from dni_runtime.run.record import Record
 from tests.unit.cli.conftest import Dnictl, Result, WriteChain, ended
 
 UP = ("up", "chain.yaml", "--backend", "process")

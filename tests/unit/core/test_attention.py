@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dni_runtime.core.resolve import resolved_chain, worker_specs
+from dni_runtime.resolve.resolve import resolved_chain, worker_specs
 from dni_runtime.spec import DataInfo, parse_chain
 from tests.specs import float32, int64
 

@@ -15,9 +15,10 @@ from torch.nn.functional import cross_entropy
 
 from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.data import open_data
-from dni_runtime.launch.prepare import prepare
-from dni_runtime.launch.records import Record, create_run
-from dni_runtime.launch.reference import train_reference
+from dni_runtime.measure.reference import train_reference
+from dni_runtime.plan.create import create_run
+from dni_runtime.plan.prepare import prepare
+from dni_runtime.run.record import Record
 from dni_runtime.spec import WorkerSpec
 from tests.specs import specs_of
 from tests.unit.core.conftest import CHAIN, INFO

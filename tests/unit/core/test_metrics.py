@@ -14,8 +14,8 @@ from torch import Tensor
 from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.metrics import METRICS, TorchMetric, check_metrics, rises
-from dni_runtime.core.resolve import resolved_chain, worker_specs
 from dni_runtime.errors import SpecError
+from dni_runtime.resolve.resolve import resolved_chain, worker_specs
 from dni_runtime.spec import Choice, DataInfo, TensorSpec, parse_chain
 from dni_runtime.spec.model import PLAIN_METRICS
 from tests.specs import float32, int64, refused, specs_of

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.finite import state_finite
-from dni_runtime.core.piece import Piece
-from dni_runtime.core.program import Program, Section
-from dni_runtime.core.source import NetworkSpec
-from dni_runtime.core.tracing import trace
 from dni_runtime.errors import SpecError
+from dni_runtime.network.piece import Piece
+from dni_runtime.network.program import Program, Section
+from dni_runtime.network.source import NetworkSpec
+from dni_runtime.network.tracing import trace
 
 SOURCE = '''\
 import torch

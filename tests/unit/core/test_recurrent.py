@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dni_runtime.core.chain import Backprop, LocalChain
-from dni_runtime.core.cost import estimated_costs
 from dni_runtime.core.export import assemble, export_model, load_model
 from dni_runtime.core.layers import build_layers, exported
 from dni_runtime.core.recurrent import CELLS, Recurrent
-from dni_runtime.core.resolve import parameter_counts
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.synthesizers import Synthesizer
 from dni_runtime.errors import SpecError
+from dni_runtime.resolve.cost import estimated_costs
+from dni_runtime.resolve.resolve import parameter_counts
 from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.spec.named import Frozen
 from dni_runtime.worker.checkpoint import restore, snapshot

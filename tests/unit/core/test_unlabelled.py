@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from dni_runtime.core.interfaces import GradientInterface
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.data import describe
 from dni_runtime.errors import SpecError
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.packing import no_labels
+from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import Choice, DataInfo, WorkerSpec, parse_chain
 from tests.specs import float32, int64, linear, refused, specs_of
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import zmq
 
-from dni_runtime.keys import KeyPair, KnownKeys
 from dni_runtime.link import dialer, sockets
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.dialer import Dialer
+from dni_runtime.run.keys import KeyPair, KnownKeys
 from dni_runtime.spec import LinksSpec
 from tests.conftest import MakeSpec
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.errors import SpecError
-from dni_runtime.launch.slurm.profiles import parse_profile
-from dni_runtime.launch.splitting import settings_of
+from dni_runtime.plan.splitting import settings_of
+from dni_runtime.schedulers.slurm.profiles import parse_profile
 from dni_runtime.spec import ChainSpec, load_chain, parse_chain, source_files
 from dni_runtime.spec.load import parse_yaml
 

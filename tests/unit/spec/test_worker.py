@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dni_runtime.core.resolve import worker_specs
+from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import DataInfo, LinksSpec, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.worker import ModuleContent
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.launch.splitting import split_chain
+from dni_runtime.plan.splitting import split_chain
 
 DATA = Path(__file__).parents[2] / "data"
 

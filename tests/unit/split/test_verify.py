@@ -11,7 +11,7 @@ import pytest
 from dni_runtime import Chain
 from dni_runtime.core.layers import tensors_of
 from dni_runtime.errors import SpecError
-from dni_runtime.launch.splitting import split_chain
+from dni_runtime.plan.splitting import split_chain
 
 SOURCE = '''\
 import random

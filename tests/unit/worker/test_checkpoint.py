@@ -14,9 +14,9 @@ import torch
 
 from dni_runtime import __version__, files
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.cuts import complete_cuts, forget, tensors_file
 from dni_runtime.errors import CheckpointError, DamagedError
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.cuts import complete_cuts, forget, tensors_file
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import Choice, DataInfo, WorkerSpec
 from dni_runtime.worker.checkpoint import CheckpointWriter, State, read, restore, snapshot
 from tests.specs import float32, int64, specs_of

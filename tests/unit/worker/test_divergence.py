@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.documents.reports import Diverged
 from dni_runtime.errors import DataError, DivergedError
 from dni_runtime.files import read_json
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.reports import Diverged
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.divergence import Divergence
 from dni_runtime.worker.metrics import MetricsWriter

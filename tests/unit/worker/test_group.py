@@ -17,7 +17,7 @@ from dni_runtime.core.replication import Message
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import DniError, UnavailableError, UsageError, WorkerError
 from dni_runtime.link import Marker
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.wire import Mark
 from dni_runtime.worker.collective import Collective

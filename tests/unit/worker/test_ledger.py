@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.errors import WorkerError
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.worker.ledger import RECORD_BYTES, Counts, Ledger, Progress
 
 

@@ -17,16 +17,16 @@ from torch import nn
 from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.interfaces import LateSignal
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.documents.metrics import (
+from dni_runtime.errors import StoppedError
+from dni_runtime.files import read_json, write_json
+from dni_runtime.run.documents.metrics import (
     EpochLine,
     EvaluationLine,
     StartLine,
     TrainLine,
     parse_line,
 )
-from dni_runtime.errors import StoppedError
-from dni_runtime.files import read_json, write_json
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.worker import metrics
 from dni_runtime.worker.device import Copies

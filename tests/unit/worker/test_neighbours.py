@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from dni_runtime.documents.reports import Endpoint, Report
 from dni_runtime.errors import EncryptionError, UnavailableError
 from dni_runtime.files import peek_json, write_json
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.reports import Endpoint, Report
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.worker import neighbours
 from dni_runtime.worker.neighbours import (

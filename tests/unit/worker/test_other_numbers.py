@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.cuts import document_file
 from dni_runtime.errors import CheckpointError
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.cuts import document_file
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.spec.replicas import with_replicas, workers_of
 from dni_runtime.worker import checkpoint, resume

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.documents.records import RunRecord
-from dni_runtime.documents.reports import Report
 from dni_runtime.errors import DataError, ImageError, UsageError
 from dni_runtime.files import write_atomic
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.documents.records import RunRecord
+from dni_runtime.run.documents.reports import Report
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.worker.options import by_rank, load_spec
 from dni_runtime.worker.rank import worker_of_rank
 from dni_runtime.worker.start import WorkerStart

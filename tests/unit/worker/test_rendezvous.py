@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.documents.reports import Endpoint
 from dni_runtime.errors import UnavailableError
+from dni_runtime.run.documents.reports import Endpoint
 from dni_runtime.worker.rendezvous import check_reachable, fresh_endpoint
 
 

@@ -7,7 +7,7 @@ import torch
 
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import DamagedError
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.worker import checkpoint, resume
 from dni_runtime.worker.ledger import Counts, Ledger, Progress

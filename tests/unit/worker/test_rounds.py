@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.data import describe, open_data
 from dni_runtime.errors import DataError
 from dni_runtime.link import Batch, Marker
-from dni_runtime.rundir import RunDir
+from dni_runtime.resolve.resolve import worker_specs
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec, parse_chain
 from dni_runtime.spec.edge import replica_of
 from dni_runtime.spec.replicas import with_replicas, workers_of

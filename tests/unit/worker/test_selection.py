@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from dni_runtime.cuts import best_cut
-from dni_runtime.documents.best import Best
 from dni_runtime.errors import SpecError
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.cuts import best_cut
+from dni_runtime.run.documents.best import Best
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import DataInfo, SelectionRole
 from dni_runtime.worker.selection import Selection
 from tests.specs import float32, int64, linear, specs_of
@@ -90,7 +90,7 @@ def test_a_full_disk_is_no_reason_to_stop(
 
     chosen = selection(run)
     with monkeypatch.context() as patch:
-        patch.setattr("dni_runtime.documents.base.write_json", full)
+        patch.setattr("dni_runtime.run.documents.base.write_json", full)
         assert walk(chosen, [0.5]) == [False]
     assert "No space left" in caplog.text
     assert walk(chosen, [0.4], first=2) == [False]

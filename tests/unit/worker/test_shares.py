@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from dni_runtime.core.evaluation import Evaluation
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.data import describe
-from dni_runtime.documents.metrics import EvaluationLine, read_metrics
 from dni_runtime.link import Marker
-from dni_runtime.rundir import RunDir
+from dni_runtime.resolve.resolve import worker_specs
+from dni_runtime.run.documents.metrics import EvaluationLine, read_metrics
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec, parse_chain
 from dni_runtime.spec.replicas import with_replicas, workers_of
 from dni_runtime.wire import Mark

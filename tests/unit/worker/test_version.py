@@ -11,7 +11,7 @@ import pytest
 from dni_runtime import __version__
 from dni_runtime.errors import HandshakeError
 from dni_runtime.files import read_json, write_atomic
-from dni_runtime.rundir import RunDir
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.wire import PROTOCOL_VERSION
 from dni_runtime.worker.main import serve
 from dni_runtime.worker.signals import StopRequest

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
+from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import parse_chain
 from dni_runtime.worker.checkpoint import snapshot
 from tests.replicas import CHAIN, INFO, learn, replicas, share

@@ -1,0 +1,271 @@
+"""A chain as an object: what Python does where the command line says ``dnictl up``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+from safetensors.torch import save
+from torch import nn
+
+from dni_runtime.api.planning import plan_run
+from dni_runtime.api.run import Run
+from dni_runtime.errors import UsageError
+from dni_runtime.files import write_atomic
+from dni_runtime.plan.create import run_root
+from dni_runtime.plan.prepare import prepare, prepare_again
+from dni_runtime.plan.settings import StartSettings
+from dni_runtime.split.balance import Balance
+from dni_runtime.split.part import Part, doubt
+
+if TYPE_CHECKING:
+    from dni_runtime.plan.balancing import Proposal
+
+_log = logging.getLogger(__name__)
+
+_WRITTEN = "# Written by dni_runtime.Chain.from_modules; it may be replaced by it.\n"
+
+
+class Chain:
+    """A network that is cut into modules, checked as a whole.
+
+    Args:
+        path: Its ``chain.yaml``.
+        data: Folder or file of the data, instead of the chain's ``data.path``.
+
+    Attributes:
+        prepared: What is known of it: specs, data, shapes.
+        parts: What :meth:`split` has measured of each module.
+
+    Raises:
+        SpecError: It cannot be used; names file, line and what is allowed.
+        DataError: Its data is missing or malformed.
+    """
+
+    def __init__(self, path: Path | str = "chain.yaml", *, data: Path | str | None = None) -> None:
+        self.prepared = prepare(Path(path), data=None if data is None else Path(data))
+        self.parts: tuple[Part, ...] = ()
+
+    @classmethod
+    def from_modules(
+        cls,
+        modules: Mapping[str, nn.Module],
+        *,
+        data: Mapping[str, Any],
+        inputs: Mapping[str, Sequence[str]] | None = None,
+        path: Path | str = "chain.yaml",
+        **settings: Any,
+    ) -> Chain:
+        """Make a chain of modules that exist in this process, with the weights that they have.
+
+        It is written to a chain file, beside a file of the weights: workers read these. A class of
+        your own has to be in a file beside them, because workers import it. Parameters that are
+        frozen (``requires_grad_(False)``) stay so; what workers could not build is refused.
+
+        Args:
+            modules: The modules by name, head first. An ``nn.Sequential`` is a list of layers.
+            data: The chain's ``data``; ``dataset`` may be a class.
+            inputs: Names of the modules that a module takes its inputs from, by its own name; by
+                default the module before.
+            path: The chain file; one that this method wrote is replaced.
+            settings: The chain's other keys: ``epochs``, ``loss``, ``defaults``, ...
+
+        Raises:
+            SpecError: A module cannot be described in a file, or the chain cannot be used.
+            UsageError: The file exists, and this method did not write it; or ``inputs`` names no
+                module.
+        """
+        from dni_runtime.core.export import separate
+        from dni_runtime.resolve.describe import describe_modules, import_path, with_frozen
+
+        path = Path(path)
+        folder, weights = path.parent.absolute(), path.with_suffix(".safetensors")
+        given = {
+            name: one if isinstance(one, str) else list(one) for name, one in (inputs or {}).items()
+        }
+        unknown = set(given) - set(modules)
+        if unknown:
+            raise UsageError(f"'inputs' names {min(unknown)!r}, which is not one of the modules")
+        if path.exists() and not path.read_text().startswith(_WRITTEN):
+            raise UsageError(f"{str(path)!r} exists, and was not written by Chain.from_modules")
+        described = describe_modules(modules, folder)
+        dataset, defaults = data.get("dataset"), settings.get("defaults", {})
+        document = {
+            "name": path.stem,
+            **settings,
+            "data": {
+                **data,
+                **({"dataset": import_path(dataset, folder)} if isinstance(dataset, type) else {}),
+            },
+            "defaults": {"init": {"file": weights.name}, **defaults},
+            "modules": [
+                {
+                    "name": name,
+                    **({"inputs": names} if (names := given.get(name)) else {}),
+                    "layers": one.layers,
+                    **({"freeze": with_frozen(defaults, one.freeze)} if one.freeze else {}),
+                }
+                for name, one in described.items()
+            ],
+        }
+        tensors = {
+            f"{name}.{key}": value
+            for name, one in described.items()
+            for key, value in one.state.items()
+        }
+        write_atomic(weights, save(separate(tensors)))
+        write_atomic(path, _WRITTEN + yaml.safe_dump(document, sort_keys=False), mode=0o644)
+        return cls(path)
+
+    @classmethod
+    def split(
+        cls,
+        network: str | Callable[..., nn.Module] | nn.Module,
+        *,
+        data: Mapping[str, Any],
+        modules: int = 2,
+        at: Sequence[str] = (),
+        args: Mapping[str, Any] | None = None,
+        path: Path | str = "chain.yaml",
+        balance: Balance = "time",
+        links: str = "fast",
+        takes: Sequence[str] = (),
+        returns: str | int | None = None,
+        weights: Path | str | None = None,
+        **settings: Any,
+    ) -> Chain:
+        """Make a chain of one network, which is traced, measured and cut.
+
+        It is written to a chain file, beside a file of the weights; both are replaced.
+
+        Args:
+            network: A function or class that returns it, or its import path, as
+                ``torchvision.models:resnet18``; or a network of your own class, with its weights.
+            data: The chain's ``data``; the network's inputs are those of the data.
+            modules: Number of modules.
+            at: Instead, the network's own modules after which to cut: ``["layer2", "layer3"]``.
+            args: Keyword arguments of the function or class.
+            path: The chain file; import paths start in its folder.
+            balance: What is to be equal among the modules: ``time``, ``memory`` or ``both``.
+            links: ``fast`` (1 GB/s) or ``slow`` (100 Mbit/s).
+            takes: Arguments of ``forward`` for the data's inputs; by default its first ones.
+            returns: What to take of forward's result: ``logits``, 0, ``outputs.0.logits``.
+            weights: A state dict to start from (safetensors, or a file of ``torch.save``).
+            settings: The chain's other keys: ``epochs``, ``loss``, ``defaults``, ...
+
+        Raises:
+            SpecError: The network cannot be traced or cut so; names the line and the reason.
+            DataError: The data or the weights cannot be used.
+            UsageError: The file exists, and neither this method nor 'dnictl split' wrote it.
+        """
+        from dni_runtime.plan.splitting import split_chain
+        from dni_runtime.resolve.describe import describe_modules, import_path
+
+        path = Path(path)
+        folder, state = path.parent.absolute(), None
+        if isinstance(network, nn.Module):
+            described, state = describe_modules({"network": network}, folder)["network"], network
+            entry = described.layers[0]
+            if len(described.layers) > 1 or "import" not in entry:
+                raise UsageError(f"{type(network).__name__} is a layer of torch, not a network")
+            target, args = entry["import"], entry.get("args", {})
+        else:
+            target = network if isinstance(network, str) else import_path(network, folder)
+        dataset = data.get("dataset")
+        if isinstance(dataset, type):
+            data = {**data, "dataset": import_path(dataset, folder)}
+        taken = split_chain(
+            target,
+            path,
+            {**settings, "data": dict(data)},
+            args=args,
+            modules=modules,
+            at=at,
+            balance=balance,
+            links=links,
+            takes=takes,
+            returns=returns,
+            weights=None if weights is None else Path(weights),
+            state=state,
+        )
+        if (warning := doubt(taken.parts)) is not None:
+            _log.warning("%s", warning)
+        chain = cls.__new__(cls)
+        chain.prepared, chain.parts = taken.prepared, tuple(taken.parts)
+        return chain
+
+    def balance(self, balance: Balance = "time", links: str = "fast") -> Proposal:
+        """Better cuts for its network, by what its parts cost on this machine.
+
+        Args:
+            balance: What is to be equal among the modules: ``time``, ``memory`` or ``both``.
+            links: ``fast`` (1 GB/s) or ``slow`` (100 Mbit/s).
+
+        Raises:
+            UsageError: It is not one network that has been taken apart.
+            SpecError: The network cannot be cut so.
+        """
+        from dni_runtime.plan.balancing import balance_chain
+
+        return balance_chain(self.prepared.path, balance, links)
+
+    def __repr__(self) -> str:
+        return f"Chain({str(self.prepared.path)!r})"
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of its modules, head first."""
+        return self.prepared.modules
+
+    def train(
+        self,
+        *,
+        epochs: int | None = None,
+        seed: int | None = None,
+        backend: Literal["auto", "process", "apptainer"] = "auto",
+        images: Path | str = "images",
+        runs: Path | str = "runs",
+        run_dir: Path | str | None = None,
+        carry: Run | None = None,
+        log_level: str = "info",
+    ) -> Run:
+        """Start training on this host, with one worker per module.
+
+        It goes on in the background, also when this program ends.
+
+        Args:
+            epochs: Instead of the chain's.
+            seed: Instead of the chain's.
+            backend: What the workers are: processes, or containers; ``auto`` takes containers
+                where Apptainer and the images are there.
+            images: Folder of the module images.
+            runs: Folder in which the run gets a directory.
+            run_dir: That directory itself.
+            carry: A run of the same layers, cut elsewhere: go on from its newest checkpoint.
+            log_level: How much the workers log: ``debug``, ``info``, ``warning`` or ``error``.
+
+        Raises:
+            DniError: The run cannot start here; says what is missing.
+        """
+        given = {"epochs": epochs, "seed": seed}
+        update = {name: value for name, value in given.items() if value is not None}
+        if epochs is not None and epochs < 1:
+            raise UsageError(f"epochs={epochs}: a run has at least one")
+        prepared = self.prepared
+        if update:
+            prepared = prepare_again(prepared, prepared.written.model_copy(update=update))
+        if carry is not None:
+            from dni_runtime.plan.carrying import carry_over
+
+            carry.check_trusted()
+            prepared = carry_over(prepared, carry.record, carry.state())
+        root = run_root(prepared.chain.name, None if run_dir is None else Path(run_dir), Path(runs))
+        settings = StartSettings(root, backend, Path(images), log_level=log_level)
+        planned = plan_run(prepared, settings)
+        for notice in planned.site.notices:
+            _log.warning("%s", notice)
+        planned.launch().detach()
+        return Run.open(root)

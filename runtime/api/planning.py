@@ -1,0 +1,86 @@
+"""From a checked chain, or a run, to the plan of a start and the right to execute it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dni_runtime.plan.create import create_run
+from dni_runtime.plan.host import check_host
+from dni_runtime.plan.plan import LaunchPlan
+from dni_runtime.plan.prepare import Prepared, location_in
+from dni_runtime.plan.settings import Site, StartRequest, StartSettings
+from dni_runtime.run.record import Record
+from dni_runtime.run.rundir import RunDir
+from dni_runtime.schedulers.schedulers import SCHEDULERS
+from dni_runtime.spec.replicas import workers_of
+
+if TYPE_CHECKING:  # it imports what starts workers
+    from dni_runtime.supervise.start import Launch
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run that does not exist yet."""
+
+    prepared: Prepared
+    settings: StartSettings
+    site: Site
+    plan: LaunchPlan
+
+    def create(self) -> RunDir:
+        """Write its directory."""
+        settings = self.settings
+        run = create_run(
+            settings.run,
+            self.prepared,
+            backend=self.site.backend,
+            images=self.site.images,
+            scheduler=settings.scheduler,
+            hosts=settings.hosts,
+        )
+        if settings.job is not None:
+            settings.job.write(run.job)
+        return run
+
+    def launch(self) -> Launch:
+        """Create it, if its hosts can be used, and become its owner."""
+        from dni_runtime.supervise.start import Launch
+
+        SCHEDULERS[self.settings.scheduler].check(self.plan)
+        return Launch.of(self.create(), self.plan)
+
+
+def plan_run(prepared: Prepared, settings: StartSettings) -> PlannedRun:
+    """Plan the first start of a run; writes nothing."""
+    site = check_host(prepared.written, prepared.workers, settings, prepared.data, prepared.locate)
+    request = StartRequest(prepared.chain, prepared.replicas, settings, site)
+    plan = SCHEDULERS[settings.scheduler].plan(request)
+    return PlannedRun(prepared, settings, site, plan)
+
+
+def plan_again(
+    record: Record, *, attempt: int, resume: str = "auto", log_level: str = "info"
+) -> LaunchPlan:
+    """Plan the next start of an existing run, with its scheduler, its backend and its images.
+
+    ``attempt`` is the number of this start of the run; ``resume`` is ``auto``, ``none`` or the
+    stream position of a checkpoint.
+    """
+    chain, workers = record.specs()
+    settings = StartSettings(
+        record.run.root,
+        backend="apptainer" if record.backend == "apptainer" else "process",
+        images=next((path.parent for path in record.images.values()), Path("images")),
+        scheduler=record.scheduler,
+        hosts=record.hosts,
+        log_level=log_level,
+        attempt=attempt,
+        resume=resume,
+    )
+    locate = partial(location_in, record.run.chain_file)
+    site = check_host(chain, workers, settings, record.data, locate)
+    request = StartRequest(chain, workers_of(workers), settings, site)
+    return SCHEDULERS[record.scheduler].plan(request)

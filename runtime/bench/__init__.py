@@ -1,1 +1,0 @@
-"""Measurements for users: links between hosts, and the cost of each module."""

@@ -1,1 +1,0 @@
-"""Starting and supervising the workers of a chain: plan, backends, supervisor, state of runs."""

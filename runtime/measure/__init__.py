@@ -1,0 +1,1 @@
+"""Comparisons, costs, the network's speed, and figures for other programs."""

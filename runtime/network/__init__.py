@@ -1,0 +1,1 @@
+"""A user's network: traced, and cut into pieces."""

@@ -1,0 +1,220 @@
+"""A user's network as one program of ``torch.export``, its cuts, and what lies between two.
+
+Tracing turns the network's ``forward`` into a list of operations, once in train mode and once in
+eval mode. A *cut* lies after the last operation of one of the network's own modules, and is named
+like it: ``layer2.0``. What lies between two cuts is a *piece*. Values that pass a cut become inputs
+and outputs of pieces. What follows from the data alone, such as masks and position ids, does not
+pass: each piece that needs it computes it again.
+
+Shapes: B batch; a value that passes a cut has it as one dimension, which becomes the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from dni_runtime.errors import SpecError
+from dni_runtime.network.source import WRAPPED, NetworkSpec
+from dni_runtime.network.trace import Trace
+from dni_runtime.spec import TensorSpec
+from dni_runtime.spec.load import suggestion
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A place between two operations."""
+
+    name: str  # of the module that it comes after; the shortest if several end here
+    position: int  # number of the last operation before it
+    values: tuple[TensorSpec, ...] = ()  # one sample of each value that passes
+    made: tuple[int, ...] = ()  # numbers of the operations that compute these
+    reason: str | None = None  # why the network cannot be cut here; None: it can
+
+
+@dataclass(frozen=True)
+class Program:
+    """A network's operations."""
+
+    spec: NetworkSpec
+    train: Trace
+    eval: Trace
+    # Further names of tied parameters and buffers, by the one that a trace uses.
+    aliases: dict[str, tuple[str, ...]]
+    # Parameters and buffers that no operation uses, each with the number of the first operation
+    # that uses another one of the same module; the last operation if none does.
+    unused: dict[str, int]
+
+    @cached_property
+    def cuts(self) -> dict[str, Cut]:
+        """All cuts by name, from the first to the last; several names may mean one."""
+        found: dict[str, Cut] = {}
+        shortest: dict[int, str] = {}
+        for name, (_, end) in self.train.spans.items():
+            if name in self.eval.spans and end < self.train.last:
+                shortest[end] = min(shortest.get(end, name), name, key=len)
+        for name, (_, end) in sorted(self.train.spans.items(), key=lambda one: one[1][1]):
+            if end in shortest and name in self.eval.spans:
+                found[name] = self._cut(shortest[end], end)
+        return found
+
+    def _cut(self, name: str, end: int) -> Cut:
+        passing = self.train.passing(end)
+        samples = [self.train.sample(node) for node in passing]
+        end_of = {one: one.spans[name][1] for one in self.traces}
+        others = self.eval.passing(end_of[self.eval])
+        also = [self.eval.sample(node) for node in others]
+        layouts = [self.train.layout(node) for node in passing]
+        values = [one for one in samples if isinstance(one, TensorSpec)]
+        types = {one.dtype for one in values}
+        stale = [found for one in self.traces if (found := one.stale(end_of[one]))]
+        if shared := self._shared(end_of):
+            reason = f"operations on both sides use {shared!r}, which 'forward' changes"
+        elif wrong := [one for one in samples if isinstance(one, str)]:
+            reason = wrong[0]
+        elif also != samples or layouts != [self.eval.layout(node) for node in others]:
+            reason = "other values pass in eval mode than in train mode"
+        elif len(types) > 1 or not all("float" in one for one in types):
+            reason = f"values of types {', '.join(sorted(types))} pass"
+        elif stale:
+            reason = f"a value that passes ({stale[0].name}) is changed in place later"
+        else:
+            made = tuple(self.train.number(node) for node in passing)
+            return Cut(name, end, tuple(values), made)
+        return Cut(name, end, reason=reason)
+
+    def _shared(self, ends: Mapping[Trace, int]) -> str | None:
+        """Return a tensor that is changed, and is used before and after a cut."""
+        sides: dict[str, set[bool]] = {}
+        for one, end in ends.items():
+            for placeholder, uses in one.uses.items():
+                name = one.names.get(placeholder, placeholder)
+                sides.setdefault(name, set()).update(number > end for number in uses)
+        return next((name for name in self._state if len(sides.get(name, ())) > 1), None)
+
+    @cached_property
+    def _state(self) -> list[str]:
+        return sorted({one.names.get(name, name) for one in self.traces for name in one.state})
+
+    @property
+    def obstacles(self) -> str | None:
+        """Where the network cannot be cut, and why; None if there are no such places."""
+        places: dict[str, dict[str, None]] = {}
+        for cut in self.cuts.values():
+            if cut.reason is not None:
+                places.setdefault(cut.reason, {})[cut.name] = None
+        told = []
+        for reason, found in sorted(places.items(), key=lambda one: -len(one[1]))[:4]:
+            names = sorted(found, key=lambda one: (one.count("."), list(found).index(one)))
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            told.append(f"not after {', '.join(names[:3])}{more}: {reason}")
+        return "\n  ".join(told) or None
+
+    def cut(self, name: str) -> Cut:
+        """Return the cut of a name."""
+        if name not in self.cuts:
+            raise SpecError(
+                f"{self.spec.target} cannot be cut after {name!r}", hint=self._near(name)
+            )
+        cut = self.cuts[name]
+        if cut.reason is not None:
+            raise SpecError(f"{self.spec.target} cannot be cut after {name!r}: {cut.reason}")
+        return cut
+
+    def _near(self, name: str) -> str:
+        possible = [one for one, cut in self.cuts.items() if cut.reason is None]
+        top = [one for one in possible if "." not in one]
+        return suggestion(name, possible) or f"it can be after {', '.join(top or possible[:9])} …"
+
+    @property
+    def traces(self) -> tuple[Trace, Trace]:
+        """The operations in train mode, and in eval mode."""
+        return self.train, self.eval
+
+
+@dataclass(frozen=True)
+class Section:
+    """What a piece needs and gives, in one mode."""
+
+    takes: list[fx.Node]  # values of earlier pieces, in the order in which they are computed
+    data: list[int]  # numbers of the data's inputs that it needs
+    tensors: list[fx.Node]  # placeholders of its parameters, buffers and constants
+    gives: list[fx.Node]  # values that later pieces take, or the network's output
+    own: list[fx.Node]  # its operations in their order, with those that follow from the data
+
+    @classmethod
+    def pair(cls, program: Program, after: str | None, until: str | None) -> tuple[Section, ...]:
+        """Find it in train and in eval mode.
+
+        What passes its cuts has the same places in eval mode as in train mode, though other pieces
+        may have made it: if a piece does nothing in eval mode, its input passes instead.
+        """
+        train = cls.of(program.train, after, until)
+
+        def alike(cut: str | None, nodes: Collection[fx.Node]) -> list[fx.Node]:
+            passing = (
+                [one.passing(one.spans[cut][1]) for one in program.traces] if cut else [[], []]
+            )
+            return [other for own, other in zip(*passing, strict=True) if own in nodes]
+
+        evaluated = cls.of(program.eval, after, until, alike(until, train.gives) if until else None)
+        takes = alike(after, train.takes)
+        if not set(takes).issuperset(evaluated.takes) or train.data != evaluated.data:
+            raise SpecError(
+                f"{program.spec.target}: what is between {after or 'its input'} and "
+                f"{until or 'its output'} needs other values in eval mode than in train mode",
+                location=("after",),
+            )
+        return train, replace(evaluated, takes=takes)
+
+    @classmethod
+    def of(
+        cls,
+        one: Trace,
+        after: str | None,
+        until: str | None,
+        gives: list[fx.Node] | None = None,
+    ) -> Section:
+        """Find it between two cuts; None is the beginning, or the end."""
+        first = -1 if after is None else one.spans[after][1]
+        last = one.last if until is None else one.spans[until][1]
+        own = one.operations(first, last)
+        if until is None:
+            (output,) = (node for node in one.graph.nodes if node.op == "output")
+            gives = list(output.all_input_nodes)
+        elif gives is None:
+            passing = set(one.passing(last))
+            gives = [node for node in own if node in passing]
+        inside, needed = set(own), dict[fx.Node, None]()
+        left = [*gives, *(node for operation in own for node in operation.all_input_nodes)]
+        while left:
+            node = left.pop()
+            if node not in inside and node not in needed and not one.is_size(node):
+                needed[node] = None
+                if node in one.free:  # what follows from the data is computed again
+                    changes = one.changes.get(one.memory(node), ())
+                    left += node.all_input_nodes
+                    left += (change for change in changes if one.number(change) <= last)
+        places = {node: number for number, node in enumerate(one.graph.nodes)}
+        ordered = sorted(needed, key=lambda node: places[node])
+        again = [node for node in ordered if node.op == "call_function" and node in one.free]
+        placeholders = [node for node in ordered if node.op == "placeholder"]
+        data = [one.data.index(node.name) for node in placeholders if node.name in one.data]
+        takes = [node for node in ordered if node.op != "placeholder" and node not in one.free]
+        return cls(
+            takes=takes,
+            data=sorted(data) if takes or data else [0],  # for the batch's size
+            tensors=[node for node in placeholders if node.name not in one.data],
+            gives=gives,
+            own=sorted([*own, *again], key=lambda node: places[node]),
+        )
+
+    @property
+    def paths(self) -> set[str]:
+        """Names of the network's modules that have its operations."""
+        stacks = (node.meta.get("nn_module_stack", {}) for node in self.own)
+        paths = {f"{path}." for stack in stacks for path, _ in stack.values()}
+        return {path.removeprefix(WRAPPED).removesuffix(".") for path in paths}

@@ -1,0 +1,185 @@
+"""A user's network: what returns it, and what its ``forward`` takes and returns."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from torch import Tensor, nn
+
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import TensorSpec
+from dni_runtime.spec.choices import find_attribute
+
+_Built = TypeVar("_Built", bound=nn.Module)
+
+
+class NetworkSpec(BaseModel):
+    """A network that a user's function or class returns."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: str = Field(alias="import", pattern=r"^[\w.]+:[\w.]+$")
+    args: dict[str, Any] = Field(default_factory=dict)
+    example: tuple[TensorSpec, ...] = Field(min_length=1)  # one sample of each input of the data
+    takes: tuple[str, ...] = ()  # arguments of ``forward`` that get them; (): its first ones
+    # Where the tensor is in what ``forward`` returns, if that is none: keys, indices and
+    # attributes, as ``0`` or ``outputs.0.logits``.
+    returns: str | None = None
+
+    @field_validator("example", mode="before")
+    @classmethod
+    def _written(cls, value: Any) -> Any:
+        return [read_tensor(one) if isinstance(one, str) else one for one in value]
+
+    @field_validator("returns", mode="before", json_schema_input_type=str | int | None)
+    @classmethod
+    def _index(cls, value: Any) -> Any:
+        return str(value) if type(value) is int else value
+
+    def to_yaml(self) -> dict[str, Any]:
+        """Return it as a chain file has it."""
+        written = self.model_dump(by_alias=True, exclude_defaults=True)
+        return {**written, "example": [write_tensor(one) for one in self.example]}
+
+
+def read_tensor(text: str) -> TensorSpec:
+    """Read one sample as ``float32[3, 32, 32]``; other texts raise ``ValueError``."""
+    match = re.fullmatch(r"\s*(\w+)\s*\[([\d\s,x]*)\]\s*", text)
+    if match is None or not isinstance(getattr(torch, match[1], None), torch.dtype):
+        raise ValueError(f"{text!r} is not a type and a shape, as in 'float32[3, 32, 32]'")
+    return TensorSpec(shape=tuple(map(int, re.findall(r"\d+", match[2]))), dtype=match[1])
+
+
+def write_tensor(tensor: TensorSpec) -> str:
+    """Write one sample as :func:`read_tensor` reads it."""
+    return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+
+
+WRAPPED = "network."
+"""Where :class:`Wrapped` has the network."""
+
+
+class Wrapped(nn.Module):
+    """A network that takes the data's inputs in their order, and returns one tensor."""
+
+    def __init__(self, network: nn.Module, spec: NetworkSpec) -> None:
+        super().__init__()
+        self.network = network
+        self._takes, self._returns = spec.takes, spec.returns
+
+    def forward(self, *xs: Tensor) -> Tensor:
+        if self._takes:
+            y = self.network(**dict(zip(self._takes, xs, strict=True)))
+        else:
+            y = self.network(*xs)
+        if isinstance(y, Tensor):
+            return y  # in one of the two modes, perhaps
+        found = None if self._returns is None else _tensor_at(y, self._returns.split("."))
+        if found is None:
+            places = sorted(_places(y, (), set()), key=len)
+            names = ", ".join(repr(".".join(one)) for one in places[:8])
+            raise SpecError(
+                f"forward returns {type(y).__name__} in {'train' if self.training else 'eval'} mode"
+                + ("" if self._returns is None else f", without a tensor {self._returns!r}"),
+                hint=f"name one by 'returns' (--returns): {names}{' …' if places[8:] else ''}"
+                if places
+                else "there is no tensor in it",
+            )
+        return found
+
+
+def _tensor_at(y: Any, path: Sequence[str]) -> Tensor | None:
+    """Return the tensor at a path in what 'forward' returns; a key may have dots."""
+    if isinstance(y, Tensor) or not path:
+        return y if isinstance(y, Tensor) and not path else None
+    for end in range(1, len(path) + 1):
+        for one in _inside(y, ".".join(path[:end])):
+            if (found := _tensor_at(one, path[end:])) is not None:
+                return found
+    return None
+
+
+def _inside(y: Any, name: str) -> Iterator[Any]:
+    for key in (name, int(name)) if re.fullmatch(r"-?[0-9]+", name) else (name,):
+        with contextlib.suppress(LookupError, TypeError):
+            yield y[key]
+    yield getattr(y, name, None)
+
+
+def _places(y: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of the tensors in what 'forward' returns."""
+    if isinstance(y, Tensor):
+        yield path
+    if isinstance(y, Tensor | str | bytes) or id(y) in seen:
+        return
+    seen.add(id(y))
+    items: Any
+    if isinstance(y, Mapping):
+        items = y.items()
+    elif isinstance(y, Sequence):
+        items = zip(getattr(y, "_fields", range(len(y))), y, strict=True)
+    else:
+        names = [*getattr(y, "__dataclass_fields__", ()), *getattr(y, "__dict__", ())]
+        items = [(one, getattr(y, one, None)) for one in names if not one.startswith("_")]
+    for name, one in dict(items).items():
+        yield from _places(one, (*path, str(name)), seen)
+
+
+def build_network(spec: NetworkSpec) -> nn.Module:
+    """Call the user's function; the network has the weights that it gives."""
+    build = find_attribute(spec.target, "network", ())
+    try:
+        network = build(**spec.args)
+    except Exception as error:
+        raise SpecError(
+            f"{spec.target}({_written(spec.args)}) failed{guilty_line(error)[0]}: "
+            f"{type(error).__name__}: {first_line(error)}",
+            location=("args",),
+        ) from error
+    if not isinstance(network, nn.Module):
+        raise SpecError(f"{spec.target} returns {type(network).__name__}, not a torch.nn.Module")
+    return network
+
+
+def without_memory(build: Callable[[], _Built]) -> _Built:
+    """Build on torch's meta device; what needs its numbers is built in memory, and moved there."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                return build()
+        except SpecError:
+            with torch.device("cpu"):
+                return build().to("meta")
+
+
+_FRAME = r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)'
+"""A frame in the message of an error of torch."""
+
+
+def guilty_line(error: BaseException) -> tuple[str, str]:
+    """Return where in the user's code an error comes from, and that line of code."""
+    torchs = str(Path(torch.__file__).parent)
+    own = str(Path(__file__).parents[1])
+    for file, line, code in reversed(re.findall(_FRAME, str(error))):
+        if not file.startswith((torchs, own)):
+            return f" ({file}:{line})", code.strip()
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((torchs, own, "<")):
+            return f" ({frame.filename}:{frame.lineno})", (frame.line or "").strip()
+    return "", ""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message that says something."""
+    return next((line for line in str(error).splitlines() if line.strip()), "")
+
+
+def _written(args: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in args.items())

@@ -1,0 +1,273 @@
+"""A network's operations in one mode: which change memory, follow from the data, or pass a cut.
+
+A value that passes a cut has the batch as one dimension, which becomes the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from dni_runtime.network.source import WRAPPED
+from dni_runtime.spec import TensorSpec
+
+_KINDS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+_DROPOUTS = frozenset(getattr(torch.ops.aten, kind).default for kind in _KINDS)
+"""Operations of a tensor, a probability, and whether to drop."""
+
+
+@dataclass(eq=False)
+class Trace:
+    """The operations of a network in one mode."""
+
+    graph: fx.Graph  # as ``torch.export`` has found it
+    names: dict[str, str]  # of a parameter or buffer, by its placeholder
+    constants: dict[str, Tensor]  # tensors that are neither, by placeholder
+    data: tuple[str, ...]  # placeholders of the data's inputs, in their order
+    _order: dict[fx.Node, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for node in list(self.graph.nodes):  # checks of devices, which may differ later
+            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                self.graph.erase_node(node)
+        self.graph.eliminate_dead_code(is_impure_node=_changes_something)
+        self._order = {
+            node: number
+            for number, node in enumerate(
+                node for node in self.graph.nodes if node.op == "call_function"
+            )
+        }
+        used = {node.name for node in self.graph.nodes if node.users}
+        self.names = {node: name for node, name in self.names.items() if node in used}
+
+    @cached_property
+    def free(self) -> frozenset[fx.Node]:
+        """Nodes that follow from the data and from constants, without parameters and chance.
+
+        Where one shares its memory with others, whatever changes that memory is one, too.
+        """
+        bound = {
+            self.memory(node)
+            for node in self.graph.nodes
+            if node.op == "placeholder"
+            and node.name not in self.data
+            and (node.name.startswith("p_") or self.memory(node) in self.changes)
+        }
+        while True:
+            found: set[fx.Node] = set()
+            for node in self.graph.nodes:
+                if self.memory(node) not in bound and (
+                    node.op == "placeholder"
+                    or (
+                        node.op == "call_function"
+                        and not _draws(node)
+                        and all(one in found or self.is_size(one) for one in node.all_input_nodes)
+                    )
+                ):
+                    found.add(node)
+            others = {
+                memory for memory, changes in self.changes.items() if not found.issuperset(changes)
+            }
+            if others <= bound:
+                return frozenset(found)
+            bound |= others
+
+    @cached_property
+    def changes(self) -> dict[object, list[fx.Node]]:
+        """The operations that change the memory of tensors, by that memory, in their order."""
+        found: dict[object, list[fx.Node]] = {}
+        for node in self._order:
+            for one in changed(node):
+                found.setdefault(self.memory(one), []).append(node)
+        return found
+
+    @cached_property
+    def state(self) -> set[str]:
+        """Placeholders of tensors that operations change."""
+        return {
+            node.name
+            for node in self.graph.nodes
+            if node.op == "placeholder"
+            and node not in self.free
+            and self.memory(node) in self.changes
+        }
+
+    @cached_property
+    def uses(self) -> dict[str, tuple[int, int]]:
+        """For each placeholder, the numbers of the first and the last operation with its memory."""
+        names: dict[object, list[str]] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                names.setdefault(self.memory(node), []).append(node.name)
+        found: dict[str, tuple[int, int]] = {}
+        for node, number in self._order.items():
+            for one in node.all_input_nodes:
+                for name in names.get(self.memory(one), ()):
+                    found[name] = found.get(name, (number, number))[0], number
+        return found
+
+    def memory(self, node: fx.Node) -> object:
+        """Return what is the same for tensors that share memory."""
+        while node.target in _DROPOUTS and not (node.args[1] and node.args[2]):
+            node = node.all_input_nodes[0]  # which it returns; tracing does not show that
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            return value.untyped_storage()._cdata
+        return node
+
+    def stale(self, position: int) -> fx.Node | None:
+        """Return a value that passes, and is changed and then read by operations after a position.
+
+        Where that is one operation, as ``y += x``, or reads what the change returns, it is none.
+        """
+        for memory, changes in self.changes.items():
+            members = [node for node in self._order if self.memory(node) == memory]
+            late = [one for one in changes if self._order[one] > position]
+            if not late or not members or self._order[members[0]] > position:
+                continue
+            if members[0] in self.free:
+                continue
+
+            def base(node: fx.Node, memory: object = memory) -> fx.Node:
+                while self._order.get(node, -1) > position:
+                    inputs = node.all_input_nodes
+                    node = next((one for one in inputs if self.memory(one) == memory), inputs[0])
+                return node
+
+            for change in late:
+                own = {base(one) for one in changed(change) if self.memory(one) == memory}
+                for one in members:
+                    last = max(self._order.get(user, self.last + 1) for user in [*one.users, one])
+                    early = self._order[one] <= position
+                    if last > self._order[change] and (early or base(one) not in own):
+                        return one
+        return None
+
+    @cached_property
+    def batch(self) -> frozenset[Any]:
+        """Symbols of the batch's size."""
+        placeholders = [node for node in self.graph.nodes if node.name in self.data]
+        return frozenset(symbol(node.meta["val"].shape[0]) for node in placeholders)
+
+    @cached_property
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """For each module that is called once, the numbers of its first and last operation."""
+        calls: dict[str, set[str]] = {}
+        found: dict[str, tuple[int, int]] = {}
+        for node, number in self._order.items():
+            for key, (path, _) in node.meta.get("nn_module_stack", {}).items():
+                path = f"{path}.".removeprefix(WRAPPED).removesuffix(".")
+                if path and node not in self.free:
+                    calls.setdefault(path, set()).add(key)
+                    found[path] = found.get(path, (number, number))[0], number
+        return {path: span for path, span in found.items() if len(calls[path]) == 1}
+
+    def number(self, node: fx.Node) -> int:
+        """Return the number of an operation."""
+        return self._order[node]
+
+    def is_size(self, node: fx.Node) -> bool:
+        """Whether a node is a number that follows from the size of the batch."""
+        free = getattr(symbol(node.meta.get("val")), "free_symbols", None)
+        return bool(free) and self.batch.issuperset(free or ())
+
+    def passing(self, position: int) -> list[fx.Node]:
+        """Return the values that operations after a position take from those before it."""
+        return [
+            node
+            for node, number in self._order.items()
+            if number <= position
+            and node not in self.free
+            and not self.is_size(node)
+            and any(
+                user.op == "output" or (user not in self.free and self._order[user] > position)
+                for user in node.users
+            )
+        ]
+
+    def layout(self, node: fx.Node) -> tuple[int, int] | str:
+        """Return which of a value's dimensions has the batch, and how often; or why none has."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return f"{node.name}, which is no tensor, passes"
+        shape = tuple(value.shape)
+        wrong = f"a value of shape {shape} passes, which "
+        sizes = [one for one, size in enumerate(shape) if symbol(size) is not None]
+        if not sizes:
+            return wrong + "does not have the batch as a dimension"
+        times = [symbol(shape[sizes[0]]) / one for one in self.batch]
+        found = [int(one) for one in times if one.is_Integer]
+        if len(sizes) > 1 or not found:
+            return wrong + "depends on the batch in more than one dimension"
+        return sizes[0], found[0]
+
+    def order(self, node: fx.Node) -> tuple[int, ...] | None:
+        """Return the dimensions of a value by their strides; None if those are the usual ones.
+
+        Random numbers are drawn in the order of the memory.
+        """
+        value = node.meta["val"]
+        steps = [one.node.hint if isinstance(one, torch.SymInt) else one for one in value.stride()]
+        found = tuple(sorted(range(value.dim()), key=lambda at: -steps[at]))
+        return None if found == tuple(range(value.dim())) else found
+
+    def sample(self, node: fx.Node) -> TensorSpec | str:
+        """Return one sample of a node's value, the batch first, or why it has none."""
+        layout = self.layout(node)
+        if isinstance(layout, str):
+            return layout
+        value, (axis, times) = node.meta["val"], layout
+        shape = [times] * (times > 1) + [size for at, size in enumerate(value.shape) if at != axis]
+        return TensorSpec(shape=tuple(shape), dtype=str(value.dtype).split(".")[-1])
+
+    def operations(self, after: int, until: int) -> list[fx.Node]:
+        """Return the operations between two positions, without those that follow from the data."""
+        return [
+            node
+            for node, number in self._order.items()
+            if after < number <= until and node not in self.free and not self.is_size(node)
+        ]
+
+    @property
+    def last(self) -> int:
+        """Number of the last operation."""
+        return len(self._order) - 1
+
+
+def symbol(size: Any) -> Any:
+    """Return the symbol of a size that is known only at run time; None for other sizes."""
+    expression = size.node.expr if isinstance(size, torch.SymInt) else None
+    return None if expression is None or expression.is_number else expression
+
+
+def changed(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors that an operation changes."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return []
+    given = dict(zip((one.name for one in schema.arguments), node.args, strict=False))
+    given |= node.kwargs
+    names = [
+        one.name
+        for one in schema.arguments
+        if one.alias_info is not None and one.alias_info.is_write
+    ]
+    if given.get("training", given.get("use_input_stats")) is True:
+        names += ["running_mean", "running_var"]  # of which the schema does not tell
+    found: list[fx.Node] = []
+    fx.node.map_arg([given.get(name) for name in names], found.append)
+    return found
+
+
+def _changes_something(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output") or bool(changed(node))
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operation draws random numbers."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags

@@ -1,0 +1,233 @@
+"""Tracing a user's network by ``torch.export``, in train and in eval mode."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.errors import SpecError
+from dni_runtime.network.program import Program
+from dni_runtime.network.recording import assign_early, inline, plain_attributes, recording
+from dni_runtime.network.source import (
+    WRAPPED,
+    NetworkSpec,
+    Wrapped,
+    build_network,
+    first_line,
+    guilty_line,
+)
+from dni_runtime.network.trace import Trace, symbol
+from dni_runtime.spec.choices import find_attribute
+
+_BATCH = 5
+"""Samples in the batch that is traced: no other size in a network is likely to be the same."""
+
+
+def trace(spec: NetworkSpec) -> Program:
+    """Trace a network, once in each mode; the result is remembered.
+
+    Errors name the line of the user's code.
+    """
+    build = find_attribute(spec.target, "network", ())
+    return _traced(spec.model_dump_json(by_alias=True), build)
+
+
+@lru_cache(maxsize=4)
+def _traced(document: str, build: Callable[..., Any]) -> Program:
+    from torch._subclasses import FakeTensorMode  # these take a while to import
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    del build  # a changed function is another key
+    spec = NetworkSpec.model_validate(json.loads(document))
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        mode: Any = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        network = None
+        with contextlib.suppress(SpecError), mode:  # neither time nor memory
+            network = build_network(spec)
+        if network is None or _tensors(network):  # whose values are wanted
+            mode, network = contextlib.nullcontext(), build_network(spec)
+        with mode:
+            example = tuple(
+                torch.zeros(_BATCH, *one.shape, dtype=getattr(torch, one.dtype))
+                for one in spec.example
+            )
+        return _program_of(spec, network, example)
+
+
+def _tensors(network: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that are neither parameters nor buffers of a network, by name."""
+    found = plain_attributes(network).items()
+    return {name: one for name, one in found if isinstance(one, Tensor)}
+
+
+class _Traced(Wrapped):
+    """A network while it is traced."""
+
+    def __init__(self, network: nn.Module, spec: NetworkSpec) -> None:
+        super().__init__(network, spec)
+        # Attributes, and buffers, to which ``forward`` has given another value.
+        self.replaced: set[str] = set()
+        self.assigned: set[str] = set()
+
+    def forward(self, *xs: Tensor) -> Tensor:
+        network = self.network
+        before = plain_attributes(network)
+        buffers = [dict(module._buffers) for module in network.modules()]
+        with recording():
+            y = super().forward(*xs)
+        after = plain_attributes(network)
+        self.replaced.update(name for name in after if after[name] is not before.get(name))
+        for (path, module), own in zip(network.named_modules(), buffers, strict=True):
+            for name, old in own.items():
+                new, whole = module._buffers.get(name), f"{path}.{name}".removeprefix(".")
+                if new is old:
+                    continue
+                if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+                    raise SpecError(f"'forward' gives the buffer {whole!r} another shape or type")
+                module._buffers[name] = old.copy_(new.detach())
+                self.assigned.add(whole)
+        return y
+
+
+def _program_of(spec: NetworkSpec, network: nn.Module, example: tuple[Tensor, ...]) -> Program:
+    for name, module in network.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise SpecError(
+                f"{spec.target} has a backward hook on {name or 'itself'!r}, which a traced "
+                "program does not call",
+                hint="hooks of parameters are called, and so is the 'backward' of an "
+                "autograd.Function in forward",
+            )
+    wrapped = _Traced(network, spec)
+    traces = {}
+    for training in (True, False):
+        wrapped.train(training)
+        traces[training] = _export(spec, wrapped, example)
+    named: list[tuple[str, Tensor]] = [*network.named_parameters(remove_duplicate=False)]
+    named += network.named_buffers(remove_duplicate=False)
+    same: dict[int, list[str]] = {}
+    for name, tensor in named:
+        same.setdefault(id(tensor), []).append(name)
+    aliases = {
+        name: tuple(other for other in names if other != name)
+        for names in same.values()
+        for name in names
+    }
+    used = {name for one in traces.values() for name in one.names.values()}
+    train, places = traces[True], dict[str, int]()
+    for placeholder, (first, _) in train.uses.items():
+        path = train.names.get(placeholder, "").rpartition(".")[0]
+        places[path] = min(first, places.get(path, first))
+    unused = {
+        name: places.get(name.rpartition(".")[0], train.last)
+        for name, _ in named
+        if name not in used and not used.intersection(aliases[name])
+    }
+    return Program(spec, train, traces[False], aliases, unused)
+
+
+def _export(spec: NetworkSpec, wrapped: _Traced, example: tuple[Tensor, ...]) -> Trace:
+    axis = {0: torch.export.Dim.AUTO}
+    wrapped.assigned.clear()
+    try:
+        with _quiet():
+            program = torch.export.export(
+                wrapped, example, dynamic_shapes=((axis,) * len(example),), strict=False
+            )
+    except Exception as error:
+        at, line = guilty_line(error)
+        if isinstance(error, SpecError):
+            hint = error.hint or line or None
+            raise SpecError(f"{spec.target}{at}: {error.message}", hint=hint) from error
+        raise SpecError(
+            f"{spec.target} cannot be traced{at}: {_reason(error)}",
+            hint=(f"{line}\n  " if line else "")
+            + "torch.export follows one path through 'forward': conditions may depend on shapes, "
+            "not on the values of tensors. Or cut a sequence of modules by hand: 'layers' in "
+            "chain.yaml takes each of them",
+        ) from error
+    graph = inline(program.graph_module)
+    kinds = torch.export.graph_signature.InputKind
+    names, constants, data = {}, {}, []
+    used = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    for one in program.graph_signature.input_specs:
+        name = one.arg.name
+        if one.kind is kinds.USER_INPUT:
+            data.append(name)
+        elif not used[name].users:
+            continue
+        elif one.kind is kinds.CONSTANT_TENSOR:
+            assert one.target is not None
+            constants[name] = cast("Tensor", program.constants[one.target])
+        else:
+            assert one.target is not None
+            names[name] = one.target.removeprefix(WRAPPED)
+            if names[name] in wrapped.assigned:
+                assign_early(graph, used[name])
+    for name in data:
+        if symbol(used[name].meta["val"].shape[0]) is None:
+            raise SpecError(
+                f"{spec.target} works for batches of {_BATCH} samples only: its code takes the "
+                "batch's size as a constant",
+                hint="write x.shape[0] where forward has a number or len(x), or -1 in view",
+            )
+    one = Trace(graph, names, constants, tuple(data))
+    _check_constants(spec, wrapped, one)
+    return one
+
+
+def _check_constants(spec: NetworkSpec, wrapped: _Traced, one: Trace) -> None:
+    """Refuse plain tensors that are no constants."""
+    network = wrapped.network
+    plain = _tensors(network)
+    names = {id(tensor): name for name, tensor in plain.items()}
+    trained = {tensor.untyped_storage()._cdata for tensor in network.state_dict().values()}
+    again: dict[str, Tensor] | None = None
+    for node in one.graph.nodes:
+        tensor = one.constants.get(node.name)
+        if node.op != "placeholder" or tensor is None or id(tensor) not in names:
+            continue
+        name, wrong = names[id(tensor)], None
+        if name in wrapped.replaced or node.name in one.state:
+            wrong = "which 'forward' changes"
+        elif not tensor.is_leaf or tensor.untyped_storage()._cdata in trained:
+            wrong = "which follows from a parameter or buffer"
+        else:
+            again = _tensors(build_network(spec)) if again is None else again
+            if name not in again or not torch.equal(again[name], tensor):
+                wrong = f"which is another one each time that {spec.target} is called"
+        if wrong is not None:
+            raise SpecError(
+                f"{spec.target} has a tensor {name!r} that is no parameter and no buffer, {wrong}",
+                hint="register it as a buffer: self.register_buffer(name, tensor)",
+            )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from telling about its own work."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _reason(error: BaseException) -> str:
+    text = first_line(error)
+    if "data-dependent" in text:
+        return f"it decides by the value of a tensor ({text})"
+    return f"{type(error).__name__}: {text}"

@@ -1,0 +1,1 @@
+"""Where each worker runs, and how it starts."""

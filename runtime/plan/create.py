@@ -1,0 +1,101 @@
+"""Creating run directories."""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import platform
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dni_runtime import __version__
+from dni_runtime.errors import UsageError
+from dni_runtime.files import write_atomic, write_json
+from dni_runtime.plan.prepare import Prepared
+from dni_runtime.run.cuts import FORMAT as CHECKPOINT_FORMAT
+from dni_runtime.run.documents.records import RunRecord, Versions
+from dni_runtime.run.rundir import RunDir
+
+
+def new_run_id(chain: str) -> str:
+    """Return a unique run name: chain, local time and a random suffix."""
+    return f"{chain}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def run_root(chain: str, run_dir: Path | None, runs: Path) -> Path:
+    """Return the directory of a new run: the given one, or one with a unique name in a folder."""
+    return (run_dir or runs / new_run_id(chain)).absolute()
+
+
+def create_run(
+    root: Path,  # must not hold a run yet
+    prepared: Prepared,
+    *,
+    backend: str,
+    images: Mapping[str, Path] | None = None,  # by module, for containers
+    scheduler: str = "local",
+    hosts: Sequence[str] = (),  # of the workers, if the user names them
+) -> RunDir:
+    """Write all that workers, supervisor and later commands need into a new run directory."""
+    run = RunDir(root.absolute())
+    if run.record.exists():
+        raise UsageError(
+            f"{str(root)!r} already holds a run",
+            hint=f"resume it with 'dnictl resume {root}', or use another --run-dir",
+        )
+    try:
+        run.create()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # said as what it is
+        raise UsageError(
+            f"the run directory {str(root)!r} cannot be created: {error.strerror}",
+            hint="choose another with --run-dir or --runs",
+        ) from None
+    for name, source in prepared.sources.items():
+        target = run.sources / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    for worker in prepared.replicas:
+        write_atomic(run.spec(worker.module), worker.to_json())
+    if prepared.initial:
+        from dni_runtime.plan.initial import write_initial  # imports torch
+
+        write_initial(run, prepared.initial)
+    if prepared.carried is not None:
+        from dni_runtime.plan.carrying import write_carried  # imports torch
+
+        write_carried(run, prepared)
+    write_atomic(run.chain_file, prepared.path.read_bytes())
+    write_json(run.chain, prepared.chain.model_dump(mode="json"))
+    from dni_runtime.wire import PROTOCOL_VERSION  # numpy: only to create a run
+
+    RunRecord(
+        run=run.root.name,
+        chain=prepared.chain.name,
+        modules=tuple(worker.module for worker in prepared.replicas),
+        backend=backend,
+        scheduler=scheduler,
+        hosts=tuple(hosts),
+        created=time.time(),
+        chain_file=prepared.path.absolute(),
+        data=prepared.data,
+        carried=None if prepared.carried is None else prepared.carried.record.run.root,
+        images=dict(images or {}),
+        epochs=prepared.chain.epochs,
+        batches_per_epoch=prepared.batches_per_epoch,
+        total_steps=prepared.total_steps,
+        user=getpass.getuser(),
+        host=socket.gethostname(),
+        versions=Versions(
+            dni_runtime=__version__,
+            python=platform.python_version(),
+            protocol=PROTOCOL_VERSION,
+            checkpoint=CHECKPOINT_FORMAT,
+        ),
+    ).write(run.record)
+    return run

@@ -1,0 +1,147 @@
+"""The launch plan: how workers are started, as data (pure; nothing here touches the machine).
+
+The same plan is printed by ``--dry-run``, kept in the run directory and executed by a starter. Its
+commands are rendered last (``schedulers/runtimes.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from dni_runtime.errors import DataError, UsageError
+from dni_runtime.files import read_json
+from dni_runtime.image.apptainer import Apptainer, Mount
+from dni_runtime.plan.restarts import RestartPlan
+from dni_runtime.run.rundir import RunDir
+from dni_runtime.worker.start import WorkerStart
+
+Backend = Literal["process", "apptainer"]
+
+# Mount points inside the containers.
+RUN_TARGET = "/dni/run"
+DATA_TARGET = PurePosixPath("/dni/data")
+SOCKETS_TARGET = "/dni/ipc"
+
+AUTO = "auto"
+"""``resume`` of a plan whose supervisor chooses the newest complete cut for all workers."""
+
+_FORMAT = 3
+
+
+@dataclass(frozen=True)
+class Need:
+    """The resources that one module needs."""
+
+    module: str
+    cpus: int = 1
+    gpus: int = 0
+    memory_mib: int = 0
+    cost: float = 1.0  # its share of the work, in the same unit for all modules
+
+
+@dataclass(frozen=True)
+class WorkerPlan(WorkerStart):
+    """What one worker is told, and how it is started; paths are the host's.
+
+    ``first`` is None if it has no supervisor.
+    """
+
+    log: str = ""  # file for its output
+    # extends that of the starting process
+    environment: dict[str, str] = field(default_factory=dict)
+    python: str = "python3"  # on its host
+    tool: Apptainer | None = None
+    image: str | None = None  # path; None: no container
+    mounts: tuple[Mount, ...] = ()  # folders of the host inside its container
+    gpu: Literal["cuda", "rocm"] | None = None  # that its container gets
+    container_args: tuple[str, ...] = ()  # further ones of the container program
+    node: str | None = None  # the host that it runs on; None: this one
+    overlaps: bool = False  # its step shares CPUs with others: the job has been resized
+    need: Need | None = None  # its resources there
+    scratch: str = ""  # folder for temporary files there, or empty
+    scheduler_args: tuple[str, ...] = ()  # further ones of the scheduler's command
+
+    def moved(self, node: str) -> WorkerPlan:
+        """Return the plan of the worker on another node, where it listens on tcp.
+
+        Its neighbours may be anywhere; those on its old node, linked by ipc, move as well.
+        """
+        transport = None if self.transport is None else "tcp"  # a head has no link from upstream
+        return replace(self, node=node, transport=transport)
+
+    def again(self, attempt: int, *, resume: str | None = None) -> WorkerPlan:
+        """Return the plan of the worker's next start.
+
+        ``resume`` is where the whole chain starts (``worker/resume.py``); None: only this worker
+        restarts, at its own newest state.
+        """
+        log = str(RunDir(Path(self.run)).log(self.module, attempt))
+        plan = replace(self, attempt=attempt, log=log)
+        return plan if resume is None else replace(plan, resume=resume, first=attempt)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """How a run's workers are started."""
+
+    run: str  # the directory
+    backend: Backend
+    sockets: str  # folder, for ipc
+    stop_grace_s: float  # that workers have to stop
+    workers: tuple[WorkerPlan, ...]  # head first
+    # names of the workers that each one takes its inputs from
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    keys: bool = False  # workers need some, for links that may be encrypted
+    restart: RestartPlan = field(default_factory=RestartPlan)
+    scheduler: str = "local"  # what starts the workers (``schedulers/schedulers.py``)
+    # modules whose number of replicas may change: that at the start
+    elastic: dict[str, int] = field(default_factory=dict)
+    auto: tuple[str, ...] = ()  # those of them whose number follows what balances the chain
+
+    @property
+    def nodes(self) -> dict[str, list[str]]:
+        """The workers of each host that has a name here."""
+        there: dict[str, list[str]] = {}
+        for worker in self.workers:
+            if worker.node is not None:
+                there.setdefault(worker.node, []).append(worker.module)
+        return there
+
+    @property
+    def resume(self) -> str:
+        """Where the workers start, all at the same cut."""
+        return self.workers[0].resume
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as a JSON document."""
+        return {"format": _FORMAT, **_PLAN.dump_python(self, mode="json")}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> LaunchPlan:
+        """Return the plan in a document of :meth:`to_json`."""
+        if document.get("format") != _FORMAT:
+            raise DataError(
+                "not a launch plan of this version of dni-runtime",
+                hint="'dnictl resume' makes a new one",
+            )
+        try:
+            return _PLAN.validate_python(document)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise DataError(f"not a launch plan: {where}: {first['msg']}") from None
+
+    @classmethod
+    def read(cls, run: RunDir) -> LaunchPlan:
+        """Return the plan in a run directory."""
+        document = read_json(run.plan)
+        if document is None:
+            raise UsageError(f"{str(run.root)!r} holds no launch plan")
+        return cls.from_json(document)
+
+
+_PLAN = TypeAdapter(LaunchPlan)

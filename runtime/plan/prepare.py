@@ -1,0 +1,219 @@
+"""Reading and checking a chain file before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dni_runtime.errors import DataError, SpecError
+from dni_runtime.run.record import Record
+from dni_runtime.spec import (
+    ChainSpec,
+    DataInfo,
+    WorkerSpec,
+    load_chain,
+    source_files,
+)
+from dni_runtime.spec.load import line_of, naming_file
+from dni_runtime.spec.replicas import workers_of
+
+if TYPE_CHECKING:  # they import torch
+    from dni_runtime.plan.initial import Found
+    from dni_runtime.plan.trial import Looked
+
+
+@dataclass(frozen=True)
+class Carried:
+    """The checkpoint that a new run goes on from."""
+
+    record: Record  # of its run
+    cut: int  # its stream position
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A chain that has been checked as a whole."""
+
+    path: Path  # its file
+    written: ChainSpec
+    chain: ChainSpec  # with all defaults filled in
+    info: DataInfo
+    data: Path | None  # folder or file; None: the package or the user's class provides it
+    workers: tuple[WorkerSpec, ...]  # of the modules, head first
+    sources: dict[str, Path]  # the user's source files, by their path relative to an import root
+    initial: Found
+    carried: Carried | None = None  # what to go on from
+    looked: Looked | None = None
+
+    @property
+    def base(self) -> Path:
+        """Folder of the chain file, the base of its relative paths."""
+        return self.path.parent
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the modules, head first."""
+        return [worker.module for worker in self.workers]
+
+    @property
+    def replicas(self) -> tuple[WorkerSpec, ...]:
+        """The spec of each worker that a run has, head first: several for some modules."""
+        return workers_of(self.workers)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of these workers."""
+        return [worker.module for worker in self.replicas]
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Training batches in one epoch; None if the length of the data is unknown."""
+        samples = self.info.train_samples
+        return None if samples is None else self.chain.data.train_batches(samples)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Training batches in the whole run, if known."""
+        steps = self.batches_per_epoch
+        if steps is None:
+            return self.chain.steps
+        return min(steps * self.chain.epochs, self.chain.steps or steps * self.chain.epochs)
+
+    def locate(self, *location: str | int) -> str:
+        """Return ``file:line: path`` of a setting in the chain file, for messages."""
+        return location_in(self.path, *location)
+
+
+def location_in(path: Path, *location: str | int) -> str:
+    """Return ``file:line: path`` of a setting in a chain file, for messages."""
+    try:
+        line = line_of(path.read_text(encoding="utf-8"), location)
+    except (OSError, UnicodeDecodeError, SpecError):
+        line = None
+    where = str(SpecError("", file=str(path), line=line, location=location))
+    return where.removesuffix(": ")
+
+
+def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Prepared:
+    """Read a chain file and check all that can be checked without starting anything.
+
+    Shapes, names and keywords are checked with torch's meta device, the data by its files' headers;
+    then, if ``tries``, a few samples of it are trained on and evaluated (``trial.py``). Imports
+    torch.
+
+    ``data`` is a folder or file to use instead of the chain's ``data.path``.
+    """
+    base = path.parent.absolute()
+    written = _beside(base, load_chain(path))
+    if data is not None:
+        written = written.model_copy(update={"data": written.data.at(data.absolute())})
+    with naming_file(path), importing_from(base):
+        from dni_runtime.core.dynamo import postpone_dynamo
+        from dni_runtime.data import with_defaults
+        from dni_runtime.plan.initial import find_initial
+        from dni_runtime.resolve.resolve import resolved_chain, worker_specs
+
+        postpone_dynamo()
+        written = written.model_copy(update={"data": with_defaults(written.data)})
+        sources = source_files(written, path.parent)
+        with _naming_data(path):
+            info, location = _find_data(written, base)
+        workers = worker_specs(written, info)
+        chain = resolved_chain(written, info)
+        initial = find_initial(written, workers, base)
+        looked = None
+        if tries:
+            from dni_runtime.plan.trial import try_chain
+
+            with _naming_data(path):
+                looked = try_chain(chain, workers, base, location)
+        sources |= _imported(base)
+    return Prepared(path, written, chain, info, location, workers, sources, initial, looked=looked)
+
+
+@contextmanager
+def _naming_data(path: Path) -> Iterator[None]:
+    """Name the chain file's ``data`` in errors about it."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{location_in(path, 'data')}: {error.message}", hint=error.hint) from None
+
+
+def _imported(base: Path) -> dict[str, Path]:
+    """Return the files of modules that were imported from a folder, also by computed names."""
+    found: dict[str, Path] = {}
+    for root in {base, base.resolve()}:
+        for name, module in list(sys.modules.items()):
+            file = Path(getattr(module, "__file__", None) or "/")
+            if file.is_relative_to(root):
+                *folders, last = file.relative_to(root).parts
+                parts = [*folders, last.partition(".")[0]]
+                if parts in (name.split("."), [*name.split("."), "__init__"]):
+                    found["/".join((*folders, last))] = file
+    return found
+
+
+def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:
+    """Check another version of a chain, with the same data."""
+    from dni_runtime.resolve.resolve import resolved_chain, worker_specs
+
+    with naming_file(prepared.path), importing_from(prepared.base.absolute()):
+        workers = worker_specs(written, prepared.info)
+        chain = resolved_chain(written, prepared.info)
+        return replace(prepared, written=written, chain=chain, workers=workers)
+
+
+def _find_data(chain: ChainSpec, base: Path) -> tuple[DataInfo, Path | None]:
+    """Describe a chain's data, and find its folder or file; the path may contain ``{replica}``."""
+    from dni_runtime.data import describe, locate
+    from dni_runtime.data.source import resolve
+
+    if chain.data.path is None or not chain.data.own:
+        return describe(chain.data, base), locate(chain.data, base)
+    own = [chain.data.of_replica(number + 1) for number in range(chain.modules[0].most)]
+    first, *others = [describe(one, base) for one in own]
+    for data, info in zip(own[1:], others, strict=True):
+        if info != first:
+            raise DataError(
+                f"{data.path!r} has {info.train_samples} training and {info.eval_samples} "
+                f"evaluation samples of {info.sample}, {info.label}, but {own[0].path!r} has "
+                f"{first.train_samples} and {first.eval_samples} of {first.sample}, {first.label}",
+                hint="all replicas of the head need as many samples of the same kind: set "
+                "'data.train_limit' and 'data.eval_limit'",
+            )
+    return first, resolve(chain.data.path, base)
+
+
+def _beside(folder: Path, chain: ChainSpec) -> ChainSpec:
+    """Return the chain with absolute paths for its runs; relative ones start at its folder.
+
+    ``data.path`` stays as it is: the run's record has the place that was found for it.
+    """
+    mounts = tuple(
+        mount.model_copy(update={"source": str(folder / Path(mount.source).expanduser())})
+        for mount in chain.mounts
+    )
+    image, key = chain.image, chain.image.require_signed
+    if isinstance(key, str):
+        image = image.model_copy(update={"require_signed": str(folder / Path(key).expanduser())})
+    data = chain.data
+    if data.labels is not None and data.labels.path is not None:
+        path = str(folder / Path(data.labels.path).expanduser())
+        data = data.model_copy(update={"labels": data.labels.model_copy(update={"path": path})})
+    return chain.model_copy(update={"mounts": mounts, "image": image, "data": data})
+
+
+@contextmanager
+def importing_from(folder: Path) -> Iterator[None]:
+    """Make a folder the base of the user's import paths."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))

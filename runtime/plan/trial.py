@@ -1,0 +1,172 @@
+"""A trial of a chain in this process, with its own data, before anything starts.
+
+Shape suffixes: B samples of a batch, Y one label.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dni_runtime.core.chain import LocalChain, inputs_of
+from dni_runtime.core.evaluation import Evaluation
+from dni_runtime.core.forward import as_inputs
+from dni_runtime.core.losses import ChainLoss
+from dni_runtime.data import Batch, open_data
+from dni_runtime.data.source import Halves, MemorySplit, Split
+from dni_runtime.errors import DataError, DniError, SpecError
+from dni_runtime.network.source import first_line, guilty_line
+from dni_runtime.resolve.resolve import parameter_counts
+from dni_runtime.spec import ChainSpec, DataSpec, WorkerSpec
+
+ROWS = 4
+"""Samples that go through the modules; more if the chain cuts batches into parts."""
+
+LOOK_S = 1.0
+"""Seconds in which samples of a split are read, if a user's own class reads them."""
+
+LARGEST_BYTES, LARGEST_PARAMETERS = 4 << 30, 100_000_000
+"""Size of a data file, and of all modules together, above which they are not tried here."""
+
+_ALONE = {"replicas": 1, "strategy": None, "compression": None, "backend": None}
+
+
+class Looked(NamedTuple):
+    """What has been looked at, and what has not: clauses for the user."""
+
+    checked: tuple[str, ...] = ("names, keywords and shapes",)
+    unchecked: tuple[str, ...] = ()
+
+    def and_at(self, *checked: str) -> Looked:
+        """Return it with more that has been looked at."""
+        return self._replace(checked=(*self.checked, *checked))
+
+
+def try_chain(
+    chain: ChainSpec, workers: Sequence[WorkerSpec], base: Path, path: Path | None
+) -> Looked:
+    """Look at a chain's data, and train and evaluate its modules on a few samples of it.
+
+    ``base`` is the folder of the chain file, ``path`` the folder or file of the data, if it needs
+    one.
+    """
+    looked, stops = Looked(), chain.on_nan == "stop"
+    if path is not None and path.is_file() and path.stat().st_size > LARGEST_BYTES:
+        size = path.stat().st_size / 2**30
+        return looked._replace(unchecked=(f"the data: a file of {size:.0f} GiB",))
+    head, tail = workers[0].head, workers[-1]
+    rows = max(ROWS, 2 * (1 if head is None else head.micro_batches))
+    if any("rows" in layer.args for worker in workers for layer in worker.layers):
+        rows = chain.data.batch_size  # tied weights travel with whole batches
+    few = {"batch_size": min(rows, chain.data.batch_size), "eval_batch_size": rows}
+    loss = ChainLoss(tail.loss, tail.prediction, tail.label)
+    batches = list[Batch | None]()
+    for replica in range(chain.modules[0].most if chain.data.own else 1):
+        data = chain.data.of_replica(replica + 1)
+        source = open_data(data.model_copy(update=few), base, seed=chain.seed)
+        for part, split in source.splits.items():
+            seen = _look(part, split, data, loss, stops=stops)
+            looked = looked.and_at(f"{seen} of {len(split)} samples ({part})")
+        parts = ("train", "eval")
+        batches = batches or [next(source.some_batches(one, 1, 0, _yes), None) for one in parts]
+    count = sum(parameter_counts(workers).values())
+    if count > LARGEST_PARAMETERS:
+        return looked._replace(unchecked=(f"a batch: {count:,} parameters would be trained here",))
+    if (problem := _run(workers, *batches, stops=stops)) is not None:
+        return looked._replace(unchecked=(problem,))
+    return looked.and_at(
+        f"training and evaluation of {rows} in all modules, with interfaces, losses and metrics"
+    )
+
+
+def _yes() -> bool:
+    return True
+
+
+def _look(part: str, split: Split, data: DataSpec, loss: ChainLoss, *, stops: bool) -> int:
+    """Look at the samples of a split; return their number, which may be the first ones only."""
+    x_name, y_name = (
+        f"{kind}_{part}" if data.dataset == "npz" else f"{data.dataset}, {part}: {what} "
+        for kind, what in (("x", "sample"), ("y", "label"))
+    )
+    seen = 0
+    for order_B, xs, y_BY in _read(split):
+        seen += len(order_B) if xs else 0
+        for x in xs if stops else ():
+            for row, *inner in (~x.isfinite()).nonzero()[:1].tolist():
+                raise DataError(
+                    f"{x_name}{[int(order_B[row]), *inner]} is {x[row][tuple(inner)].item()}",
+                    hint="correct it or leave it out; 'on_nan: skip' skips batches that have one",
+                )
+        loss.check_labels(y_BY, y_name, order_B)
+    return seen if split.slow else len(split)
+
+
+def _read(split: Split) -> Iterator[tuple[Tensor, tuple[Tensor, ...], Tensor]]:
+    """Yield numbers, samples and labels: of arrays all labels, of a user's class what is quick."""
+    order_B = torch.arange(len(split))
+    labels = split.labels if isinstance(split, Halves) else split
+    if isinstance(labels, MemorySplit):  # its samples have been checked when they were read
+        yield order_B, (), labels.y
+    until = time.monotonic() + LOOK_S
+    for some_B in torch.split(order_B, 32) if split.slow and len(split) else ():
+        x, y_BY = split.batch(some_B)
+        yield some_B, as_inputs(x), y_BY
+        if time.monotonic() > until:
+            return
+
+
+def _run(
+    workers: Sequence[WorkerSpec], train: Batch | None, evaluated: Batch | None, *, stops: bool
+) -> str | None:
+    """Train and evaluate all modules on a batch; return why they cannot be tried here."""
+    assert train is not None  # the data fill a batch
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a batch that is not the training's
+        chain = LocalChain([worker.model_copy(update=_ALONE) for worker in workers])
+        try:
+            loss = chain.train_batch(*train)
+            if evaluated is not None:
+                _evaluate(chain, workers, evaluated)
+        except DniError:
+            raise
+        except Exception as error:
+            worker = workers[chain.at]
+            what = f"{type(error).__name__}: {first_line(error)}{guilty_line(error)[0]}"
+            if worker.device != "cpu":
+                return f"a batch: on the CPU module {worker.module!r} fails with {what}"
+            given = " and ".join(map(str, worker.arguments))
+            raise SpecError(
+                f"module {worker.module!r} fails on samples of the data, {given}: {what}",
+                location=("modules", chain.at, "layers"),
+                hint="integers are numbers of tokens or classes: store other numbers as float32"
+                if any(one.dtype == "int64" for one in worker.inputs)
+                else None,
+            ) from error
+    if stops and not math.isfinite(loss):
+        raise SpecError(
+            f"the loss of the first samples is {loss}, with initial weights",
+            location=("loss",),
+            hint="look at the size of the data's numbers, and at the loss",
+        )
+    return None
+
+
+def _evaluate(chain: LocalChain, workers: Sequence[WorkerSpec], batch: Batch) -> None:
+    """Evaluate the chain and its early heads on a batch."""
+    data, outputs = as_inputs(batch[0]), list[Tensor]()
+    for number, step in enumerate(chain.steps):
+        chain.at = number
+        outputs.append(step.evaluate(inputs_of(workers, number, outputs, data)))
+        prediction = step.predict(outputs[-1])
+        if prediction is not None:
+            evaluation = Evaluation.of(step)
+            evaluation.add(prediction, batch[1])
+            evaluation.result()

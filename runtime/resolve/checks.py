@@ -1,0 +1,373 @@
+"""Checks of a chain once its shapes are known, before anything starts.
+
+It is one file because they are one list: what a chain may combine, each in a few lines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.core.interfaces import (
+    Boundary,
+    Resolved,
+    Timing,
+    build_interface,
+    resolve_interface,
+)
+from dni_runtime.core.layers import build_module
+from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.optimization import Optimization, check_groups, check_patterns, freeze
+from dni_runtime.core.recurrent import Recurrent
+from dni_runtime.core.replication import find_strategy
+from dni_runtime.core.training import empty_batch, sparse_parameters
+from dni_runtime.errors import SpecError
+from dni_runtime.resolve.shapes import BATCH, check_gradients
+from dni_runtime.spec import ChainSpec, Choice, DataInfo, TensorSpec, WorkerSpec, import_paths
+from dni_runtime.spec.choices import Location
+
+
+def check_loss(
+    chain: ChainSpec, choice: Choice, prediction: TensorSpec, info: DataInfo
+) -> ChainLoss:
+    """Make the loss, which may be a sum of several, and try it on predictions and labels."""
+    at = ("loss",) if chain.losses is None else ("losses",)
+    loss = ChainLoss(choice, prediction, info.label, at)
+    before = {name: one.clone() for name, one in loss.named_buffers()}
+    y_BY = empty_batch(info.label, BATCH, "cpu")
+    hint = f"the tail's output is {prediction}, labels are {info.label}"
+    try:
+        p_BP = empty_batch(prediction, BATCH, "cpu").requires_grad_()
+        value = loss(p_BP, y_BY)
+        if value.dim() == 0 and value.requires_grad:
+            value.backward()
+        own = any(True for _ in import_paths([chain.loss, chain.losses]))
+        adds_up = own and _adds_up(loss, p_BP, y_BY)
+        broadcasts = own and prediction.shape != info.label.shape and _broadcasts(loss, p_BP, y_BY)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SpecError(
+            f"{choice.name} does not fit the chain's output: {reason}",
+            location=at,
+            hint=hint,
+        ) from None
+    if value.dim() != 0:
+        raise SpecError(
+            f"{choice.name} returns {tuple(value.shape)}, not a scalar",
+            location=at,
+            hint=hint,
+        )
+    trained = [name for name, p in loss.named_parameters() if p.requires_grad]
+    buffers = dict(loss.named_buffers())
+    changed = [name for name, one in before.items() if not torch.equal(one, buffers[name])]
+    for names, wrong in (
+        (trained, "has a parameter {!r}, which would not be trained"),
+        (changed, "changes its buffer {!r}, which is in no checkpoint"),
+    ):
+        if names:
+            raise SpecError(
+                "the loss " + wrong.format(names[0].rpartition("function.")[2]),
+                location=at,
+                hint="move it into the last module, whose outputs may hold what the loss needs"
+                + ("; or set requires_grad_(False), if it is to stay" if names is trained else ""),
+            )
+    if adds_up:
+        raise SpecError(
+            f"{choice.name} is a sum over the batch: for twice the samples it is twice as high",
+            location=at,
+            hint="divide by the number of samples; gradients between modules are per sample",
+        )
+    if broadcasts:
+        raise SpecError(
+            f"{choice.name} compares each prediction with each label of the batch: which label "
+            "belongs to which prediction makes no difference",
+            location=at,
+            hint=f"{hint}: in the loss, give both one shape",
+        )
+    if loss.is_cross_entropy and info.classes is not None and (loss.scores or 0) < info.classes:
+        raise SpecError(
+            f"the tail's output is {prediction}, but the data has {info.classes} classes",
+            location=("modules", len(chain.modules) - 1, "layers"),
+            hint=f"end with a layer of {info.classes} outputs",
+        )
+    return loss
+
+
+def _adds_up(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
+    """Whether a loss is a sum over the batch instead of a mean."""
+    p_BP = torch.rand(p_BP.shape, generator=torch.Generator().manual_seed(0)).to(p_BP.dtype)
+    once = float(loss(p_BP, y_BY).detach())
+    twice = float(loss(torch.cat([p_BP, p_BP]), torch.cat([y_BY, y_BY])).detach())
+    return math.isclose(twice, 2 * once, rel_tol=1e-4) and abs(once) > 1e-6
+
+
+def _broadcasts(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
+    """Whether a loss of numbers looks at labels, but not at the order that they come in."""
+    if not y_BY.is_floating_point():
+        return False
+    p_BP, y_BY = (
+        torch.rand(one.shape, generator=torch.Generator().manual_seed(seed)).to(one.dtype)
+        for seed, one in enumerate((p_BP, y_BY))
+    )
+    turned, moved = (float(loss(p_BP, y)) for y in (y_BY.flip(0), y_BY + 1))
+    once = float(loss(p_BP, y_BY))
+    return math.isclose(once, turned, rel_tol=1e-5) and not math.isclose(once, moved, rel_tol=1e-5)
+
+
+def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batches: int) -> None:
+    """Make optimizers, schedules and interfaces once, so that their errors come now.
+
+    ``chain`` is the chain as written, to locate its settings.
+    """
+    _check_ties(chain, workers, micro_batches)
+    layers = [build_module(worker, "meta") for worker in workers]
+    _check_groups(chain, layers)
+    _check_freeze(chain, layers)
+    learns: set[str] = set()
+    for worker, own in zip(workers, layers, strict=True):
+        at = ("modules", worker.index)
+        trains = worker.interface is None or resolve_interface(worker.interface).timing.trains
+        freeze(own, worker.freeze if trains else ("*",))
+        try:
+            Optimization(worker, own).try_schedules()
+        except SpecError as error:
+            field, *rest = error.location
+            location = (*place(chain, worker.index, str(field)), *rest)
+            raise SpecError(error.message, location=location, hint=error.hint) from None
+        if any(isinstance(layer, Recurrent) for layer in own.modules()):
+            _check_recurrent(chain, worker, micro_batches)
+        if worker.precision == "float16":
+            _check_float16(chain, worker, own)
+        strategy = worker.strategy
+        if strategy is not None:
+            _check_shared(worker, own)
+        if strategy is not None and find_strategy(strategy).dense and sparse_parameters(own):
+            raise SpecError(
+                f"{strategy.name!r} changes gradients of all rows, and those of a sparse embedding "
+                "have few",
+                location=("replication", "strategy"),
+                hint="leave 'sparse' out of the embedding, or choose another strategy",
+            )
+        if worker.interface is not None:
+            if not worker.output.dtype.startswith(("float", "bfloat")):
+                raise SpecError(
+                    f"the module's output is {worker.output}, which has no gradient",
+                    location=(*at, "layers"),
+                    hint="cut the chain where activations are floating-point numbers",
+                )
+            with torch.device("meta"):
+                build_interface(
+                    worker.interface,
+                    Boundary.of(worker),
+                    place(chain, worker.index, "interface"),
+                )
+        check_gradients(worker, own, learns)
+        if any(p.requires_grad for p in own.parameters()) or any(
+            edge.tensor and edge.source in learns for edge in worker.sources
+        ):
+            learns.add(worker.module)
+
+
+def _check_shared(worker: WorkerSpec, own: nn.Module) -> None:
+    """Refuse replicas of a module with numbers that the rows which they send would round."""
+    for name, one in (*own.named_parameters(), *own.named_buffers()):
+        if one.dtype in (torch.float64, torch.complex128):
+            raise SpecError(
+                f"{name!r} of module {worker.module!r} is of {str(one.dtype).split('.')[-1]}, and "
+                "replicas share numbers of 32 bits",
+                location=("modules", worker.index, "replicas"),
+                hint="make it float32 (complex64) in the layer, or set 'replicas: 1'",
+            )
+
+
+def _check_ties(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batches: int) -> None:
+    """Refuse batches that are too small to carry tied weights (``core.piece.Borrowed``)."""
+    smallest = chain.data.batch_size // micro_batches
+    for worker in workers:
+        for number, layer in enumerate(worker.layers):
+            if layer.type != "Piece" or not layer.args.get("lends"):
+                continue
+            rows = layer.args.get("rows", 1)
+            if rows > smallest or not chain.data.drop_last:
+                raise SpecError(
+                    f"the tied weights of {worker.module!r} travel with batches of {rows} samples, "
+                    f"but the smallest training batch may have fewer",
+                    location=("modules", worker.index, "layers", number),
+                    hint=f"'drop_last: true' in 'data', and 'rows: {smallest}' wherever 'rows' is",
+                )
+
+
+def _check_recurrent(chain: ChainSpec, worker: WorkerSpec, micro_batches: int) -> None:
+    """Refuse options that do not work with a state carried from batch to batch."""
+    interface = worker.interface
+    if worker.replicas > 1:
+        raise SpecError(
+            "a recurrent layer needs all batches, one after the other, and each replica gets some",
+            location=("modules", worker.index, "replicas"),
+        )
+    if micro_batches > 1:  # of any module
+        wrong = "'micro_batches': each part would continue from another one's state"
+        location: Location = ("modules", worker.index, "layers")
+    elif interface is not None and interface.args.get("keep") == "input":
+        wrong = "'keep: input': the pass would be recomputed from another state"
+        location = place(chain, worker.index, "interface")
+    else:
+        return
+    raise SpecError(
+        f"module {worker.module!r} has a recurrent layer; remove {wrong}", location=location
+    )
+
+
+def _check_float16(chain: ChainSpec, worker: WorkerSpec, own: nn.Module) -> None:
+    """Refuse what does not work with a loss scale, which is found by gradients that overflow."""
+    strategy, location = worker.strategy, place(chain, worker.index, "precision")
+    hint = "'bfloat16' needs no loss scale"
+    if worker.on_nan != "skip":
+        wrong = f"stop the run ('on_nan: {worker.on_nan}') when they overflow"
+        location, hint = ("on_nan",), f"'on_nan: skip' leaves such batches out; {hint}"
+    elif any(isinstance(layer, Recurrent) for layer in own.modules()):
+        wrong = "do not fit those that a recurrent layer carries from batch to batch"
+    elif strategy is not None and find_strategy(strategy).per_step:
+        wrong = f"overflow in one replica, and with {strategy.name!r} only the first would see it"
+    else:
+        return
+    raise SpecError(
+        f"module {worker.module!r} computes in float16; its scaled gradients would {wrong}",
+        location=location,
+        hint=hint,
+    )
+
+
+def _check_groups(chain: ChainSpec, layers: Sequence[nn.Module]) -> None:
+    shared = []
+    for index, (module, own) in enumerate(zip(chain.modules, layers, strict=True)):
+        if module.groups is None:
+            shared.append(own)
+        else:
+            check_groups(module.groups, [own], ("modules", index, "groups"))
+    if shared:
+        check_groups(chain.defaults.groups or (), shared, ("defaults", "groups"))
+
+
+def _check_freeze(chain: ChainSpec, layers: Sequence[nn.Module]) -> None:
+    """Refuse a name or pattern of what is frozen that matches nothing."""
+    own = [(module.freeze, [one]) for module, one in zip(chain.modules, layers, strict=True)]
+    for index, (patterns, matched) in enumerate([*own, (chain.defaults.freeze, layers)]):
+        at = ("modules", index) if index < len(own) else ("defaults",)
+        for one in set(patterns or ()) - {"*"}:
+            check_patterns([one], matched, (*at, "freeze"))
+
+
+def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
+    """Refuse settings of links that do not fit some module."""
+    head = workers[0].head
+    for field in ("replay", "synthetic_inputs"):
+        if getattr(chain.links, field) and head is not None and head.micro_batches > 1:
+            raise SpecError(
+                "a module cannot train on other batches between the micro-batches of one",
+                location=("links", field),
+                hint="leave it out, or 'micro_batches: 1'",
+            )
+    for worker in workers:
+        if chain.links.synthetic_inputs is not None and len(worker.inputs) > 1 and worker.sources:
+            raise SpecError(
+                f"module {worker.module!r} has {len(worker.inputs)} inputs, and they are predicted "
+                "for one only",
+                location=("links", "synthetic_inputs"),
+                hint="leave it out, or use 'replay'",
+            )
+        interface = None if worker.interface is None else resolve_interface(worker.interface)
+        alone = interface is None or interface.timing is not Timing.DEFERRED
+        if not alone and chain.links.on_loss == "continue":
+            raise SpecError(
+                f"module {worker.module!r} is trained by true gradients alone: it cannot continue "
+                "without its neighbour",
+                location=("links", "on_loss"),
+                hint="'on_loss: wait', or another gradient interface",
+            )
+    for field in ("dtype", "gradient_dtype"):
+        if getattr(chain.links, field) != "int8-channel":
+            continue
+        for worker in workers[:-1]:
+            if not worker.output.shape:
+                raise SpecError(
+                    f"'int8-channel' needs channels, but the output of module {worker.module!r} "
+                    f"is {worker.output}",
+                    location=("links", field),
+                    hint="'int8' has one scale for the whole tensor",
+                )
+
+
+def micro_batches_of(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> int:
+    """Return the number of parts of each batch; all interfaces that set it must agree."""
+    given = {
+        interface.wanted.micro_batches: index
+        for index, interface in enumerate(interfaces)
+        if interface is not None and interface.wanted.micro_batches > 1
+    }
+    if len(given) > 1:
+        raise SpecError(
+            f"modules ask for different numbers of micro-batches: {', '.join(map(str, given))}",
+            location=place(chain, max(given.values()), "interface"),
+            hint="a batch is cut once, for all modules",
+        )
+    count = next(iter(given), 1)
+    if 2 * count > chain.data.batch_size and count > 1:
+        raise SpecError(
+            f"{count} micro-batches do not fit a batch of {chain.data.batch_size} samples",
+            location=place(chain, given[count], "interface"),
+            hint="each needs at least two samples",
+        )
+    return count
+
+
+def check_labels(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> None:
+    """Refuse what needs labels upstream, if they stay at the tail (its interface is None)."""
+    if len(interfaces) == 1:
+        raise SpecError(
+            "the chain's only module reads samples and labels",
+            location=("data", "labels"),
+            hint="leave 'labels' out, or cut the chain into several modules",
+        )
+    for index, interface in enumerate(interfaces):
+        if interface is not None and interface.wanted.labels:
+            raise SpecError(
+                f"the gradient interface {interface.choice.name!r} of module "
+                f"{chain.modules[index].name!r} needs labels, and they stay at the tail",
+                location=place(chain, index, "interface"),
+                hint="use 'exact', 'delayed' or 'synthetic: {conditioned: false}'",
+            )
+    if chain.links.synthetic_inputs is not None:
+        raise SpecError(
+            "inputs are predicted from labels, and they stay at the tail",
+            location=("links", "synthetic_inputs"),
+            hint="use 'replay'",
+        )
+
+
+def place(chain: ChainSpec, index: int, field: str) -> Location:
+    """Locate a module's setting: in the module, or in the defaults."""
+    own = getattr(chain.modules[index], field) is not None
+    return ("modules", index, field) if own else ("defaults", field)
+
+
+def check_single_samples(workers: Sequence[WorkerSpec]) -> None:
+    """Refuse layers that cannot take a batch of one sample, as BatchNorm may not."""
+    for worker in workers:
+        inputs = [empty_batch(one, 1, "meta") for one in worker.inputs]
+        for number, layer in enumerate(build_module(worker, "meta")):
+            try:
+                inputs = [layer(*inputs)]
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    break
+                raise SpecError(
+                    f"{worker.layers[number].type} needs batches of more than one sample, "
+                    "batch_size is 1",
+                    location=("modules", worker.index, "layers", number),
+                ) from None
+            except Exception:  # a user's layer that cannot run without memory
+                break

@@ -1,0 +1,251 @@
+"""Shapes of modules' outputs, and their gradients: found by running layers without memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.core.attention import AttentionWatch, run_watched
+from dni_runtime.core.backward import changed_in_place
+from dni_runtime.core.layers import build_layer, build_module
+from dni_runtime.core.recurrent import CELLS
+from dni_runtime.core.training import empty_batch
+from dni_runtime.errors import SpecError
+from dni_runtime.network.source import without_memory
+from dni_runtime.packing import row_of
+from dni_runtime.spec import ChainSpec, DataInfo, LayerSpec, TensorSpec, WorkerSpec
+from dni_runtime.spec.choices import Location
+
+BATCH = 2
+"""Samples in the batch that shapes are inferred with: BatchNorm needs more than one."""
+
+
+class Inferred(NamedTuple):
+    """Result of running a module on the meta device."""
+
+    outputs: tuple[TensorSpec, ...]  # one sample of each
+    attends: bool  # whether it has attention
+    layers: tuple[nn.Module, ...]  # on the meta device
+
+    @property
+    def output(self) -> TensorSpec:
+        """One sample of what travels: all outputs in a row, if they are several."""
+        return row_of(self.outputs)
+
+    @property
+    def packed(self) -> tuple[TensorSpec, ...]:
+        """One sample of each output, if they are several."""
+        return self.outputs if len(self.outputs) > 1 else ()
+
+
+def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[Inferred]:
+    """Run every layer on the meta device, and describe each module."""
+    modules: list[Inferred] = []
+    graph = chain.graph
+    for index, module in enumerate(chain.modules):
+        given: list[TensorSpec] = []
+        for source in graph.sources[index]:
+            given += taken_of(chain, (source, index), modules[source].outputs)
+        given += [info.samples[one] for one in data_of(chain, index, info)]
+        attends, layers = False, tuple[nn.Module, ...]()
+        for number, layer in enumerate(module.layers):
+            at: Location = ("modules", index, "layers", number)
+            found = _infer_layer(layer, given, at, first=number == 0 and index > 0)
+            if len(found.outputs) > 1 and number < len(module.layers) - 1:
+                raise _several(layer, at, "only a module's last layer may return several")
+            given, attends = list(found.outputs), attends | found.attends
+            layers += found.layers
+        modules.append(Inferred(tuple(given), attends, layers))
+        if len(given) > 1 and index == len(chain.modules) - 1 and chain.losses is None:
+            raise _several(module.layers[-1], at, "'losses' names a loss for each of them")
+    for source, one in enumerate(modules):
+        links = [(source, target) for target in graph.targets[source]]
+        whole = range(len(one.outputs))
+        lost = set(whole).difference(*(graph.takes.get(link, whole) for link in links))
+        if links and lost:
+            name = f"{chain.modules[source].name}.{min(lost)}"
+            raise SpecError(
+                f"{name!r}, an output of module {chain.modules[source].name!r}, goes nowhere",
+                location=("modules", source, "layers"),
+                hint=f"name {name!r} in the 'inputs' of a later module, or do not return it",
+            )
+    return modules
+
+
+def _several(layer: LayerSpec, at: Location, reason: str) -> SpecError:
+    return SpecError(
+        f"{layer.type} returns several tensors instead of one",
+        location=at,
+        hint=reason,
+    )
+
+
+def taken_of(
+    chain: ChainSpec, link: tuple[int, int], outputs: tuple[TensorSpec, ...]
+) -> tuple[TensorSpec, ...]:
+    """Return one sample of each output of a module that another one takes."""
+    takes = chain.graph.takes.get(link)
+    if takes is None:
+        return outputs
+    if max(takes) >= len(outputs) or len(outputs) == 1:
+        source = chain.modules[link[0]].name
+        raise SpecError(
+            f"module {chain.modules[link[1]].name!r} takes '{source}.{max(takes)}', but module "
+            f"{source!r} has " + ("one output" if len(outputs) == 1 else f"{len(outputs)} outputs"),
+            location=("modules", link[1], "inputs"),
+            hint=f"name {source!r} alone"
+            if len(outputs) == 1
+            else f"the last one is '{source}.{len(outputs) - 1}'",
+        )
+    return tuple(outputs[one] for one in takes)
+
+
+def data_of(chain: ChainSpec, index: int, info: DataInfo) -> tuple[int, ...]:
+    """Return which inputs of the data a module takes."""
+    data, count = chain.graph.data[index], len(info.samples)
+    wanted = tuple(range(count)) if data is None else data
+    if any(one >= count for one in wanted):
+        raise SpecError(
+            f"module {chain.modules[index].name!r} takes 'data.{max(wanted)}', but the data has "
+            + ("one input, 'data.0'" if count == 1 else f"{count}, up to 'data.{count - 1}'"),
+            location=("modules", index, "inputs"),
+        )
+    return wanted
+
+
+def _infer_layer(
+    layer: LayerSpec, given: Sequence[TensorSpec], at: Location, *, first: bool
+) -> Inferred:
+    for key in ("layers", "shortcut"):  # a block's own layers first: their errors say more
+        inner = given
+        for number, one in enumerate(getattr(layer, key)):
+            place = (key, number) if layer.type == "Residual" else (number,)
+            at_one = (*at, layer.type, *place)
+            found = _infer_layer(one, inner, at_one, first=first and not number)
+            if len(found.outputs) > 1:
+                raise _several(one, at_one, "a layer in a block returns one")
+            inner = list(found.outputs)
+    built = without_memory(lambda: build_layer(layer, at))
+    name = layer.type
+    try:
+        try:
+            output, attends = _run(built, [empty_batch(one, BATCH, "meta") for one in given])
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            if not isinstance(error, NotImplementedError) and not re.search(
+                r"\bmeta\b", str(error)
+            ):
+                raise
+            output, attends = _infer_on_cpu(layer, given, at)
+    except SpecError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        what = "the previous module sends" if first and len(given) == 1 else "it gets"
+        raise SpecError(
+            f"{name}{layer.args or ''} does not fit: {what} {' and '.join(map(str, given))}: "
+            f"{reason}",
+            location=(*at, "args" if ":" in name else name),
+            hint="compare the layer's sizes with its input (B is the batch)"
+            if len(given) == 1
+            else "begin with 'Add', 'Concat' or a layer of your own that takes as many arguments",
+        ) from None
+    outputs = output if isinstance(output, tuple | list) else (output,)
+    if not outputs or not all(isinstance(one, Tensor) for one in outputs):
+        raise SpecError(
+            f"{name} returns {type(output).__name__} instead of one tensor",
+            location=at,
+            hint="'Recurrent' has one output"
+            if name in CELLS
+            else "wrap it in a module of your own that returns one tensor, or several",
+        )
+    for one in outputs:
+        if one.dim() < 1 or one.shape[0] != BATCH:
+            raise SpecError(
+                f"{name} does not keep the batch as first dimension: {BATCH} samples of "
+                f"{' and '.join(map(str, given))} became a tensor of shape {tuple(one.shape)}",
+                location=at,
+            )
+    samples = tuple(
+        TensorSpec(shape=tuple(one.shape[1:]), dtype=str(one.dtype).split(".")[-1])
+        for one in outputs
+    )
+    if len({one.dtype for one in samples}) > 1:
+        raise SpecError(
+            f"{name} returns tensors of several types: {' and '.join(map(str, samples))}",
+            location=at,
+            hint="outputs of a module have one type; inputs of the data go to any module as "
+            "'data.0', 'data.1' …",
+        )
+    return Inferred(samples, attends, (built,))
+
+
+def _run(layer: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, bool]:
+    """Return a layer's output, and whether it attends."""
+    watch = AttentionWatch(inputs)
+    return run_watched(layer, inputs, watch, layer.modules()), watch.found
+
+
+def _infer_on_cpu(layer: LayerSpec, given: Sequence[TensorSpec], at: Location) -> tuple[Any, bool]:
+    """Run a layer on a tiny real batch, as the meta device cannot run it."""
+    try:
+        return _run(build_layer(layer, at), [empty_batch(one, BATCH, "cpu") for one in given])
+    except Exception as error:
+        raise SpecError(
+            f"{layer.type} fails on {' and '.join(map(str, given))}: {type(error).__name__}: "
+            f"{error}",
+            location=at,
+        ) from None
+
+
+def check_gradients(worker: WorkerSpec, own: nn.Module, learns: Collection[str]) -> None:
+    """Refuse a module without a gradient that an update waits for.
+
+    It computes zeros forward and back: on the meta device, as ``own`` is, or in memory if a layer
+    needs that. Modules in ``learns`` learn from gradients, or have one upstream that does.
+    """
+    at, name = ("modules", worker.index, "layers"), worker.module
+    # tied weights come with this many samples
+    rows = max([BATCH, *(layer.args.get("rows", 1) for layer in worker.layers)])
+    for device in ("meta", "cpu"):
+        xs = [empty_batch(one, rows, device) for one in worker.inputs]
+        awaited = {
+            edge.source: x.requires_grad_()
+            for x, edge in zip(xs, worker.sources, strict=False)
+            if edge.awaited and edge.source in learns
+        }
+        layers = own
+        if device == "cpu":
+            layers = build_module(worker, device)
+            for p, known in zip(layers.parameters(), own.parameters(), strict=True):
+                p.requires_grad_(known.requires_grad)
+        wanted = [*awaited.values(), *(p for p in layers.parameters() if p.requires_grad)]
+        if not wanted:
+            return
+        try:
+            h_BH = layers(*[x.clone() for x in xs])
+            found: Sequence[Tensor | None] = [None] * len(wanted)
+            if h_BH.requires_grad:
+                found = torch.autograd.grad(h_BH.sum(), wanted, allow_unused=True)
+            break
+        except Exception as error:  # of a layer that cannot run so
+            changed = isinstance(error, RuntimeError) and changed_in_place(name, error)
+            if changed:
+                changed.location = at
+                raise changed from None
+    else:
+        return
+    hint = "leave out what cuts it ('detach', 'torch.no_grad', 'argmax'), or pass it straight "
+    hint += "through; 'freeze: true' is for what is not to learn"
+    if worker.tail is not None and not h_BH.requires_grad:
+        raise SpecError(f"the output of module {name!r} has no gradient", location=at, hint=hint)
+    for source, g_BX in zip(awaited, found, strict=False):
+        if g_BX is None:
+            raise SpecError(
+                f"module {name!r} has no gradient for module {source!r}, which waits for it",
+                location=at,
+                hint=hint,
+            )

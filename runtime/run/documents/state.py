@@ -1,0 +1,235 @@
+"""The state of a run (``state.json``): its supervisor writes it, other commands read it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from dni_runtime.errors import DataError, StoppedError
+from dni_runtime.files import peek_json, read_json, write_json, written_lately
+from dni_runtime.run.documents.reports import ENDED, Report, WorkerPhase
+from dni_runtime.run.rundir import RunDir
+
+RunPhase = Literal[
+    "new", "queued", "starting", "running", "stalled", "stopping", "unsupervised",
+    "finished", "stopped", "failed", "lost",
+]  # fmt: skip
+
+ACTIVE: frozenset[RunPhase] = frozenset(
+    {"queued", "starting", "running", "stalled", "stopping", "unsupervised"}
+)
+COMING = ("restarting", "starting", "connecting")
+"""A worker's phases before its links are open."""
+
+HEARTBEAT_S = 10.0
+_SILENCE_S = 90.0  # attribute caches of shared file systems show changes late
+
+
+@dataclass
+class ModuleState:
+    """State of one worker."""
+
+    state: WorkerPhase = "new"  # while it runs, as it reports itself
+    attempt: int = 0  # number of this start of the module
+    pid: int | None = None  # in containers: of the process that watches it
+    born: int | None = None  # start time of that process; see :class:`RunState`
+    exit_code: int | None = None  # as a shell reports it (128 + n after signal n); None: it runs
+    signal: str | None = None  # name of the signal that killed it
+    log: str = ""
+    restarts: int = 0  # of the module in this attempt of the run
+
+
+@dataclass
+class RunState:
+    """State of a run."""
+
+    # Three phases are never written but found by readers: ``unsupervised`` and ``lost`` (the
+    # supervisor is gone, with or without running workers) and ``queued`` (the job waits,
+    # ``launch.slurm.job``).
+    phase: RunPhase = "new"
+    attempt: int = 0  # number of this start of the run, from 1
+    backend: str = ""  # of the workers
+    pid: int = 0  # the supervisor's
+    host: str = ""  # its host
+    machine: str = ""  # what numbers processes there (:func:`machine`): hosts may have one name
+    # Start time of that process (proc(5), starttime): a process id alone may be reused.
+    born: int | None = None
+    started: float = 0.0  # Unix time of this attempt's start
+    updated: float = 0.0  # Unix time of the supervisor's last write
+    ended: float | None = None  # Unix time
+    exit_code: int | None = None  # of the supervisor
+    failed: str | None = None  # the module that failed first
+    error: str | None = None  # what went wrong, or why the run has stalled
+    modules: dict[str, ModuleState] = field(default_factory=dict)  # the workers, head first
+    # Replicas that are wanted of each module whose number of them may change.
+    wanted: dict[str, int] = field(default_factory=dict)
+    restart_reason: str | None = None  # why all workers restart together once they have stopped
+
+    @classmethod
+    def begin(cls, backend: str, attempt: int, modules: Iterable[str]) -> Self:
+        """Return the state of a run that this process is about to start."""
+        now = time.time()
+        return cls(
+            phase="starting",
+            attempt=attempt,
+            backend=backend,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            machine=machine(),
+            born=process_birth(os.getpid()),
+            started=now,
+            updated=now,
+            modules={name: ModuleState(attempt=attempt) for name in modules},
+        )
+
+    def taken_over(self) -> Self:
+        """Return the state with this process as the supervisor of the running workers."""
+        mine = self.begin(self.backend, self.attempt, self.modules)
+        kept = ("started", "modules", "wanted", "restart_reason")
+        return replace(mine, **{name: getattr(self, name) for name in kept})
+
+    @property
+    def active(self) -> bool:
+        """Whether the run has not ended."""
+        return self.phase in ACTIVE
+
+    @property
+    def here(self) -> bool:
+        """Whether this process sees those of the run."""
+        return self.host == socket.gethostname() and self.machine in ("", machine())
+
+    @property
+    def last_attempt(self) -> int:
+        """The highest attempt of any module."""
+        return max([self.attempt, *(module.attempt for module in self.modules.values())])
+
+    def write(self, run: RunDir) -> None:
+        """Write the state to the run directory."""
+        self.updated = time.time()
+        document = {"format": 1, **asdict(self)}
+        write_json(run.state, document)
+        if self.backend == "apptainer":
+            write_json(run.container.state, document, durable=False)
+
+    @classmethod
+    def peek(cls, run: RunDir) -> Self:
+        """Read the state as the supervisor wrote it; a new one if it cannot be read now."""
+        try:
+            return cls._of(peek_json(run.state))
+        except (TypeError, KeyError, AttributeError):
+            return cls()
+
+    @classmethod
+    def _of(cls, document: dict[str, Any]) -> Self:
+        modules = {
+            name: ModuleState(**_known(ModuleState, entry))
+            for name, entry in document["modules"].items()
+        }
+        return cls(**{**_known(cls, document), "modules": modules})
+
+    @classmethod
+    def read(cls, run: RunDir) -> Self:
+        """Read the state; if the supervisor is gone, derive it from the workers' reports."""
+        document = read_json(run.state)
+        if document is None:
+            return cls()
+        try:
+            state = cls._of(document)
+        except (TypeError, KeyError, AttributeError):
+            raise DataError(f"{str(run.state)!r} is not a valid run state") from None
+        if state.active and not state._supervised(run):
+            state._ask_workers(run)
+        return state
+
+    def _ask_workers(self, run: RunDir) -> None:
+        """Derive the phase of a run without a supervisor from the workers' reports."""
+        going_on = False
+        workers = peek_json(run.plan).get("workers", ())
+        planned = {one["module"]: one["attempt"] for one in workers}
+        for name, module in self.modules.items():
+            if planned.get(name, 0) > module.attempt:  # it may have been started since
+                module.attempt, module.pid = planned[name], None
+            report = Report.read(run.worker(name))
+            if report.of(module.attempt):
+                module.state = report.state
+                if module.pid is None and report.host == socket.gethostname():
+                    module.pid, module.born = report.pid, report.born
+            if self.here:
+                alive = lives(module)
+            else:
+                alive = module.state not in ENDED and written_lately(
+                    run.worker(name), report.time, _SILENCE_S
+                )
+            if alive:
+                going_on = True
+            elif module.state not in ENDED:
+                module.state = "failed"
+        states = {module.state for module in self.modules.values()} - {"inactive"}
+        if going_on:
+            self.phase = "unsupervised"
+        elif states == {"finished"}:
+            self.phase, self.exit_code = "finished", 0
+        elif states <= {"finished", "stopped"}:
+            self.phase, self.exit_code = "stopped", StoppedError.exit_code
+        else:
+            self.phase = "lost"
+
+    def _supervised(self, run: RunDir) -> bool:
+        if self.here:
+            return self.born is None or process_birth(self.pid) == self.born
+        return written_lately(run.state, self.updated, _SILENCE_S)
+
+
+def _known(cls: type, document: dict[str, Any]) -> dict[str, Any]:
+    names = {one.name for one in fields(cls)}
+    return {key: value for key, value in document.items() if key in names}
+
+
+def lives(module: ModuleState) -> bool:
+    """Return whether a worker's process exists on this host."""
+    return module.pid is not None and process_birth(module.pid) == (module.born or -1)
+
+
+def machine() -> str:
+    """Return what process ids refer to: a boot of a host (proc(5), boot_id), a PID namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def process_birth(pid: int) -> int | None:
+    """Return a process's start in clock ticks since boot; None if it is gone (or no /proc)."""
+    stat = _stat(pid)
+    return None if stat is None or stat[0] in "ZX" else int(stat[19])  # a zombie has ended
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Return fields 3 and up of proc(5)'s stat; the second, a bracketed name, may hold anything."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def shell_status(code: int) -> tuple[int, str | None]:
+    """Return a shell's exit code, and the name of the signal that killed the process.
+
+    ``code`` is an exit code, a shell's 128 + n, or minus the signal.
+    """
+    number = -code if code < 0 else code - 128
+    if not 0 < number < signal.NSIG:
+        return code, None
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return 128 + number, name

@@ -1,0 +1,1 @@
+"""Ways to start workers: here, by ssh, by mpirun, by Slurm."""

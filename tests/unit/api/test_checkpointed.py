@@ -1,0 +1,93 @@
+"""A run's checkpoint, evaluated in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dni_runtime.api.checkpointed import Checkpointed
+from dni_runtime.core import training
+from dni_runtime.core.chain import LocalChain
+from dni_runtime.core.evaluation import evaluate
+from dni_runtime.data import open_data
+from dni_runtime.errors import DataError, SpecError
+from dni_runtime.plan.create import create_run
+from dni_runtime.plan.initial import _stored
+from dni_runtime.plan.prepare import prepare
+from dni_runtime.run.cuts import tensors_file
+from dni_runtime.run.record import Record
+from dni_runtime.worker.checkpoint import snapshot, write_part
+
+CHAIN = """\
+name: x
+data: {dataset: digits, flatten: true, batch_size: 32}
+defaults: {interface: mixed, optimizer: {Adam: {lr: 0.01}}, %s}
+modules:
+  - name: a
+    layers:
+      - {Unflatten: {dim: 1, unflattened_size: [8, 8]}}
+      - {Recurrent: {cell: GRU, input_size: 8, hidden_size: 8}}
+      - {Dropout: {p: 0.2}}
+  - name: b
+    layers: [Flatten, {BatchNorm1d: {num_features: 64}}, {Linear: {in_features: 64, out_features: 10}}]
+"""  # noqa: E501
+CUT = 5
+
+
+def trained(folder: Path, settings: str) -> tuple[Checkpointed, LocalChain]:
+    """A run with a checkpoint after a few batches, and the chain that made it."""
+    path = folder / "chain.yaml"
+    path.write_text(CHAIN % settings)
+    prepared = prepare(path)
+    run = create_run(folder / "run", prepared, backend="process")
+    chain = LocalChain(prepared.workers)
+    batches = open_data(prepared.chain.data, folder, seed=0).train_batches(1)
+    for _, (x, y) in zip(range(CUT), batches, strict=False):
+        chain.train_batch(x, y)
+    for step in chain.steps:
+        tensors, document = snapshot(step)
+        document |= {"cut": CUT, "epoch": 1, "epochs_ended": 0, "step": CUT, "samples": 32 * CUT}
+        write_part(run, step.spec.module, (tensors, document))
+    return Checkpointed(Record.read(run.root)), chain
+
+
+@pytest.mark.parametrize("settings", ["ema: 0.5", "precision: bfloat16"])
+def test_it_computes_as_the_run_does(
+    tmp_path: Path, settings: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the modules' precision, with carried states and averages; nothing that learns is made."""
+    run, chain = trained(tmp_path, settings)
+    source = open_data(run.record.specs()[0].data, tmp_path, seed=0)
+    expected = evaluate(chain.predict, source.eval_batches(), chain.steps[-1].spec)
+    monkeypatch.setattr(training, "build_optimizer", None)
+    for name in ("optimization", "interfaces.synthetic", "interfaces.local"):
+        monkeypatch.setattr(f"dni_runtime.core.{name}.build_optimizer", None)
+    assert run.evaluate() == expected
+
+
+def test_a_checkpoint_of_other_layers_is_refused(tmp_path: Path) -> None:
+    run, chain = trained(tmp_path, "ema: 0.5")
+    step = chain.steps[-1]
+    step.layers.append(torch.nn.Linear(10, 10))
+    step.optimization.average = None
+    tensors, document = snapshot(step)
+    write_part(run.directory, "b", (tensors, document | {"cut": CUT}))
+    with pytest.raises(DataError, match=r"(?s)b.safetensors' does not fit module 'b': .*3.weight"):
+        run.evaluate(CUT)
+
+
+def test_a_part_that_becomes_a_link(tmp_path: Path) -> None:
+    """After it was looked at: what is read is still no file from elsewhere."""
+    run, _ = trained(tmp_path, "ema: 0.5")
+    part = tensors_file(run.directory.checkpoint(CUT, "a"))
+    part.rename(tmp_path / "elsewhere.safetensors")
+    part.symlink_to(tmp_path / "elsewhere.safetensors")
+    for read in (run.model, run.state_dict, run.evaluate):
+        with pytest.raises(DataError, match="is a link, or no plain file"):
+            read(CUT)
+    with pytest.raises(SpecError, match="is a link, or no plain file"):
+        dict(_stored(run.directory.root, ("init", "file")))
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    assert dict(_stored(tmp_path / "model.safetensors", ("init", "file")))

@@ -1,0 +1,89 @@
+"""Looking at a machine; what is there differs, that each thing is looked at does not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.api.doctor import examine
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [("ext4", "ok"), ("nfs4", "warning"), ("fuse.sshfs", "warning")]
+)
+def test_temporary_files_belong_on_a_disk_of_this_host(
+    kind: str, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    df = tmp_path / "df"
+    df.write_text(f"#!/bin/sh\necho Type\necho {kind}\n")
+    df.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    checks = {check.name: check for check in examine()}
+    assert checks["temporary folder"].status == status
+    assert f": {kind}, " in checks["temporary folder"].detail
+    assert checks["runs folder"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "flags", "hint"),
+    [(1 << 30, 0, "None"), (1 << 30, os.ST_NOEXEC, "mounted noexec"), (9, 0, "about 4 GiB")],
+)
+def test_a_build_needs_room_and_programs(
+    blocks: int, flags: int, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = os.statvfs_result((4096, 4096, blocks, blocks, blocks, 0, 0, 0, flags, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    (check,) = [check for check in examine() if check.name == "build folder"]
+    assert hint in str(check.hint)
+
+
+def test_everything_is_looked_at() -> None:
+    checks = {check.name: check for check in examine()}
+    assert set(checks) >= {
+        "python", "cpu", "apptainer", "user namespaces", "fuse", "overlay", "temporary folder",
+        "build folder", "runs folder", "socket folder", "mksquashfs", "infiniband", "slurm",
+        "torch", "zeromq", "gpu",
+    }  # fmt: skip
+    assert checks["torch"].status == "ok"
+    assert all(check.detail for check in checks.values())
+    assert all(
+        check.hint for check in checks.values()
+        if check.status == "missing" and check.need != "optional"
+    )  # fmt: skip
+
+
+def test_a_machine_without_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("dni_runtime.image.apptainer.SETUP_PREFIXES", ())
+    monkeypatch.setattr("dni_runtime.image.apptainer.SYSTEM_FOLDERS", ())
+    monkeypatch.delenv("DNI_APPTAINER", raising=False)
+    monkeypatch.setenv("DNICTL_RUNS", str(tmp_path / "gone"))
+    checks = {check.name: check for check in examine()}
+    assert checks["apptainer"].status == "missing"
+    assert checks["mksquashfs"].status == "missing"
+    assert checks["slurm"].status == "missing"
+    assert checks["runs folder"].status == "warning"
+
+
+def test_a_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text("#!/bin/sh\nexit 1\n")
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    checks = {check.name: check for check in examine()}
+    assert checks["slurm"].status == "warning"
+    assert str(sinfo) in checks["slurm"].detail
+
+
+def test_root_cannot_use_containers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As ``up`` has it, which refuses to run Apptainer as root."""
+    apptainer = tmp_path / "apptainer"
+    apptainer.write_text("#!/bin/sh\necho 1.4.5\n")
+    apptainer.chmod(0o755)
+    monkeypatch.setenv("DNI_APPTAINER", str(apptainer))
+    for user, status in ((0, "missing"), (1000, "ok")):
+        monkeypatch.setattr("os.geteuid", lambda user=user: user)
+        (check,) = [check for check in examine() if check.name == "apptainer"]
+        assert (check.status, check.need) == (status, "containers")

@@ -1,0 +1,31 @@
+"""Pictures of learning curves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import UnavailableError
+from dni_runtime.measure.curves import Panel, draw_curves
+
+POINTS = [(1.0, 0.5), (2.0, 0.9)]
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one, two = Panel("epoch", "loss", {"loss": POINTS}), Panel("s", "a", {"x": POINTS, "y": []})
+    figure = draw_curves("small", [one, two])
+    figure.savefig(tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    alone, several = ([line.get_linestyle() for line in axes.lines] for axes in figure.axes)
+    assert alone == ["-"]
+    assert several[0] == "--", "the baseline"
+    assert not draw_curves("before the first evaluation", []).axes
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UnavailableError, match="needs the package 'matplotlib'"):
+        draw_curves("small", [])

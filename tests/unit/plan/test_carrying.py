@@ -1,0 +1,92 @@
+"""What a run is not carried over to, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.errors import CheckpointError, UsageError
+from dni_runtime.plan.carrying import carry_over
+from dni_runtime.plan.create import create_run
+from dni_runtime.plan.prepare import Prepared, prepare
+from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.record import Record
+from dni_runtime.worker.checkpoint import read, snapshot, write_part
+
+CHAIN = """\
+name: x
+data: {dataset: digits, flatten: true, batch_size: %d}
+modules:
+  - name: a
+    layers: [{Linear: {in_features: 64, out_features: 8}}, ReLU%s]
+  - name: b
+    layers: [%s{Linear: {in_features: %d, out_features: 10}}]
+"""
+MIDDLE = "{Linear: {in_features: 8, out_features: 9}}"
+
+
+def chain(folder: Path, size: int = 32, end: str = "", begin: str = "", width: int = 8) -> Prepared:
+    path = folder / "chain.yaml"
+    path.write_text(CHAIN % (size, end, begin, width))
+    return prepare(path)
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Record:
+    """A run with a checkpoint of five batches."""
+    prepared = chain(tmp_path, end=f", {MIDDLE}", width=9)
+    run = create_run(tmp_path / "old", prepared, backend="process")
+    write(run.root, prepared, over=False)
+    return Record.read(run.root)
+
+
+def carried(prepared: Prepared, record: Record) -> Prepared:
+    return carry_over(prepared, record, RunState.read(record.run))
+
+
+def write(root: Path, prepared: Prepared, *, over: bool) -> None:
+    for number, worker in enumerate(prepared.workers):
+        tensors, document = snapshot(ModuleStep(worker))
+        stream = {"cut": 5, "epoch": 1, "epochs_ended": 0, "step": 5, "samples": 160, "over": over}
+        stream |= {"counted": {"epoch": 1, "batches": 5}}
+        position = {} if number else {"position": {"epoch": 1, "batch": 5}}
+        write_part(Record.read(root).run, worker.module, (tensors, document | stream | position))
+
+
+def test_a_run_begins_with_the_checkpoint(stopped: Record, tmp_path: Path) -> None:
+    prepared = carried(chain(tmp_path, begin=f"{MIDDLE}, ", width=9), stopped)
+    run = create_run(tmp_path / "new", prepared, backend="process")
+    tensors, document = read(run.checkpoint(5, "b"))
+    theirs, _ = read(stopped.run.checkpoint(5, "a"))
+    assert tensors["layers.0.weight"].equal(theirs["layers.2.weight"])
+    assert document["cut"] == 5
+
+
+def test_other_layers_are_refused(stopped: Record, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"run 'old': '2.weight' has shape \[10, 8\] instead of"):
+        carried(chain(tmp_path), stopped)
+    longer = f"{MIDDLE}, {{Linear: {{in_features: 9, out_features: 9}}}}, "
+    prepared = chain(tmp_path, begin=longer, width=9)
+    with pytest.raises(UsageError, match=r"'3.weight' has shape \[9, 9\] instead of \[10, 9\]"):
+        carried(prepared, stopped)
+
+
+def test_other_batches_are_refused(stopped: Record, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"chain.yaml:2: data.batch_size is 64, and was 32"):
+        carried(chain(tmp_path, size=64, end=f", {MIDDLE}", width=9), stopped)
+
+
+def test_a_run_that_has_finished_is_refused(stopped: Record, tmp_path: Path) -> None:
+    prepared = chain(tmp_path, end=f", {MIDDLE}", width=9)
+    write(stopped.run.root, prepared, over=True)
+    with pytest.raises(UsageError, match="run 'old' has finished"):
+        carried(prepared, stopped)
+
+
+def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    prepared = chain(tmp_path)
+    run = create_run(tmp_path / "old", prepared, backend="process")
+    with pytest.raises(CheckpointError, match="no complete checkpoint yet"):
+        carried(prepared, Record.read(run.root))

@@ -1,0 +1,143 @@
+"""Checking a chain before anything is made of it."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dni_runtime.api.planning import plan_run
+from dni_runtime.errors import DataError, SpecError
+from dni_runtime.plan.prepare import prepare
+from dni_runtime.plan.settings import StartSettings
+
+CHAIN = """\
+name: small
+data: {dataset: digits, flatten: true}
+mounts: [{source: scratch}, {source: /data}]
+image: {require_signed: key.asc}
+modules:
+  - name: whole
+    layers: [{Linear: {in_features: 64, out_features: 10}}]
+"""
+
+
+def test_paths_count_from_the_folder_of_the_chain(tmp_path: Path) -> None:
+    path = tmp_path / "chain.yaml"
+    path.write_text(CHAIN)
+    chain = prepare(path).chain
+    assert [mount.source for mount in chain.mounts] == [str(tmp_path / "scratch"), "/data"]
+    assert chain.image.require_signed == str(tmp_path / "key.asc")
+
+
+OWNERS = """\
+name: owners
+data: {dataset: npz, path: "own/{replica}.npz", batch_size: 4}
+modules:
+  - {name: a, replicas: 2, layers: [{Linear: {in_features: 3, out_features: 2}}]}
+  - {name: b, layers: [{Linear: {in_features: 2, out_features: 2}}]}
+"""
+
+
+def test_each_replica_of_the_head_may_have_data_of_its_own(tmp_path: Path) -> None:
+    path, own = tmp_path / "chain.yaml", tmp_path / "own"
+    path.write_text(OWNERS)
+    own.mkdir()
+
+    def save(owner: int, samples: int) -> None:
+        x, y = np.ones((samples, 3), np.float32), np.arange(samples) % 2
+        np.savez(own / f"{owner}.npz", x_train=x, y_train=y, x_eval=x[:4], y_eval=y[:4])
+
+    save(1, 8)
+    with pytest.raises(DataError, match=r"chain.yaml:2.*own/2.npz"):
+        prepare(path)
+    save(2, 9)
+    with pytest.raises(DataError, match=r"2.npz' has 9 training .*1.npz' has 8") as caught:
+        prepare(path)
+    assert "train_limit" in str(caught.value.hint)
+    save(2, 8)
+    prepared = prepare(path)
+    assert prepared.total_steps == 2
+    plan = plan_run(prepared, StartSettings(tmp_path / "run", "process")).plan
+    assert [one.data for one in plan.workers] == [str(own / "1.npz"), str(own / "2.npz"), None]
+
+
+NETS = """\
+from importlib import import_module
+
+from ..parts import block
+from .again import Same
+
+
+def build():
+    return import_module(f"{__package__}.computed").Last()
+"""
+LAYER = """\
+from torch import nn
+
+
+class {}(nn.Linear):
+    def __init__(self):
+        super().__init__(64, {})
+"""
+
+
+def test_what_is_imported_is_kept_for_workers(tmp_path: Path) -> None:
+    """Folders without __init__.py, relative imports, and names that are computed."""
+    chain = CHAIN.replace(
+        "{Linear: {in_features: 64, out_features: 10}}", "{import: 'kept.nets.main:First'}"
+    )
+    (tmp_path / "chain.yaml").write_text(chain)
+    files = {
+        "kept/nets/main.py": NETS + LAYER.format("First", 10) + "\n\nbuild()\n",
+        "kept/nets/again.py": LAYER.format("Same", 64),
+        "kept/nets/computed.py": LAYER.format("Last", 10),
+        "kept/nets/unused.py": "",
+        "kept/parts/block.py": "import kept.parts.deep.inner\n",
+        "kept/parts/deep/__init__.py": "",
+        "kept/parts/deep/inner.py": "",
+        "kept/parts/deep/table.txt": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    sources = prepare(tmp_path / "chain.yaml").sources
+    assert sorted(sources) == sorted(set(files) - {"kept/nets/unused.py"})
+
+
+def test_a_copy_of_what_is_imported_hides_nothing(tmp_path: Path) -> None:
+    data = """\
+import torch
+
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, train): ...
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.ones(64), 0
+"""
+    for folder in ("mine", "copy"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "copied.py").write_text(data)
+        text = CHAIN.replace("digits, flatten: true", "'copied:Points'")
+        (tmp_path / folder / "chain.yaml").write_text(text)
+    assert prepare(tmp_path / "mine" / "chain.yaml").info.train_samples == 16
+    assert prepare(tmp_path / "copy" / "chain.yaml").info.train_samples == 16
+    (tmp_path / "copy" / "copied.py").write_text(data.replace("16", "17"))
+    with pytest.raises(SpecError, match=r"copy/copied.py is hidden by .*mine/copied.py"):
+        prepare(tmp_path / "copy" / "chain.yaml")
+
+
+def test_tied_weights_have_a_gradient_in_whole_batches(tmp_path: Path) -> None:
+    """The template 'gpt': fewer samples than 'rows' do not carry the weights."""
+    folder = files("dni_runtime.definitions") / "chains"
+    (tmp_path / "chain.yaml").write_text((folder / "gpt.yaml").read_text())
+    (tmp_path / "gpt.py").write_text((folder / "gpt" / "gpt.py").read_text())
+    looked = prepare(tmp_path / "chain.yaml").looked
+    assert looked is not None
+    assert looked.checked[-1].startswith("training and evaluation of 32 ")

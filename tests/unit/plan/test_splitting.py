@@ -1,0 +1,233 @@
+"""Networks become chain files, from which the same network comes."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dni_runtime import Chain
+from dni_runtime.core.chain import inputs_of
+from dni_runtime.core.export import connect
+from dni_runtime.core.layers import build_module
+from dni_runtime.errors import DataError, DniError, SpecError, UsageError
+from dni_runtime.plan.prepare import importing_from
+from dni_runtime.plan.splitting import Taken, split_chain
+from dnictl.main import cli
+
+SOURCE = Path(__file__).parents[2] / "data" / "words.py"
+SETTINGS = {"data": {"dataset": "words:Words", "batch_size": 8, "drop_last": True}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    shutil.copy(SOURCE, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("words", None)
+
+
+def split(path: Path = Path("chain.yaml"), **given: Any) -> Taken:
+    return split_chain("words:Model", path, SETTINGS, **given)
+
+
+def whole(taken: Taken) -> nn.Module:
+    """The network that the chain's modules make, with the weights of the file."""
+    workers = taken.prepared.workers
+    state = load_file(taken.weights)
+    modules: dict[str, nn.Module] = {}
+    with importing_from(Path.cwd()):
+        for worker in workers:
+            layers = build_module(worker, "cpu")
+            prefix = "0.network."
+            own = {key: state[key.removeprefix(prefix)] for key in layers.state_dict()}
+            layers.load_state_dict(own)
+            modules[worker.module] = layers
+
+    class Network(nn.Module):
+        def forward(self, *data: Tensor) -> Tensor:
+            outputs: list[Tensor] = []
+            for index, module in enumerate(modules.values()):
+                outputs.append(module(*inputs_of(workers, index, outputs, data)))
+            return outputs[-1]
+
+    connect(dict(modules), [[]] * len(modules), [[0]] * len(modules))  # ties
+    return Network()
+
+
+def test_a_chain_is_the_network(folder: Path) -> None:
+    taken = split(at=["begin", "first"])
+    assert [part.until for part in taken.parts] == ["begin", "first", None]
+    sys.path.insert(0, str(folder))
+    import words  # type: ignore[import-not-found]
+
+    model = words.Model()
+    model.load_state_dict(load_file(taken.weights), strict=True)
+    data = torch.randint(0, 7, (8, 5)), torch.rand(8, 5) < 0.5
+    assert torch.equal(whole(taken)(*data), model(*data))
+    text = (folder / "chain.yaml").read_text()
+    assert "import: words:Model" in text
+    assert "inputs: [part-1.0]\n" in text  # neither the mask nor the tied weights
+    assert "inputs: [part-1.0, part-1.1, part-2, data.1]" in text
+
+
+def test_cuts_are_chosen(folder: Path) -> None:
+    taken = split(modules=3)
+    assert len(taken.prepared.modules) == 3
+    assert (
+        sum(part.numbers for part in taken.parts) == (7 + 2) * 8 + 2 * 72 + 2 * 16
+    )  # tied ones once
+    assert all(part.seconds > 0 for part in taken.parts)
+    lender = next(part for part in taken.parts if part.lends)
+    assert lender.interface is not None
+    assert lender.interface.name == "delayed"  # true gradients for tied weights
+
+
+def test_a_part_may_need_nothing_but_the_batch_size(folder: Path) -> None:
+    first, second = split(at=["kind"]).parts
+    assert first.numbers == 2 * 8
+    assert second.inputs == ("part-1", "data.0", "data.1")
+
+
+def test_another_name_for_the_weights(folder: Path) -> None:
+    torch.manual_seed(1)
+    sys.path.insert(0, str(folder))
+    import words
+
+    model = words.Model()
+    torch.save(model.state_dict(), "given.pt")
+    taken = split(weights=Path("given.pt"))
+    found = load_file(taken.weights)
+    assert all(torch.equal(found[key], value) for key, value in model.state_dict().items())
+    tied = {key: value for key, value in found.items() if key != "head.weight"}
+    save_file(tied, "given.safetensors")  # as transformers writes it
+    split(weights=Path("given.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("first.bias"), "lacks 'first.bias'"),
+        (lambda state: state.update(more=torch.ones(1)), "has, beside the network, 'more'"),
+        (
+            lambda state: state.update({"first.bias": torch.ones(3)}),
+            r"'first.bias' in .* has shape \[3\], in the network \[8\]",
+        ),
+        (lambda state: state.update(epoch=3), "holds no state dict"),
+    ],
+)
+def test_weights_that_do_not_fit(folder: Path, change: Any, message: str) -> None:
+    sys.path.insert(0, str(folder))
+    import words
+
+    state = dict(words.Model().state_dict())
+    change(state)
+    torch.save(state, "given.pt")
+    with pytest.raises(DataError, match=message):
+        split(weights=Path("given.pt"))
+
+
+def test_a_pickle_is_refused(folder: Path) -> None:
+    sys.path.insert(0, str(folder))
+    import words
+
+    torch.save(words.Model(), "model.pt")
+    with pytest.raises(DataError, match="is refused"):
+        split(weights=Path("model.pt"))
+    with pytest.raises(DataError, match="there is no file"):
+        split(weights=Path("nothing.pt"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"at": ["frist"]}, "cannot be cut after 'frist'"),
+        ({"at": ["second", "first"]}, "is not the order in which the network runs"),
+        ({"modules": 40}, r"can be cut in \d places, so that it has at most \d modules, not 40"),
+        ({"takes": ["tokens"]}, "1 arguments of forward are named, and the data has 2 inputs"),
+        ({"args": {"wide": 3}}, r"Model\(wide=3\) failed"),
+        ({"args": {"words": 3}}, r"fails on a batch \(.*words.py:\d+\): IndexError"),
+    ],
+)
+def test_wrong_input(folder: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(DniError, match=message):
+        split(**given)
+
+
+def test_a_file_of_somebody_else_stays(folder: Path) -> None:
+    Path("chain.yaml").write_text("name: mine\n")
+    with pytest.raises(UsageError, match="'dnictl split' did not write it"):
+        split()
+    split(force=True)
+    split()  # its own
+
+
+def test_small_batches_cannot_carry_tied_weights(folder: Path) -> None:
+    split(at=["first"])
+    text = Path("chain.yaml").read_text()
+    Path("chain.yaml").write_text(text.replace("drop_last: true", "drop_last: false"))
+    with pytest.raises(SpecError, match="the smallest training batch may have fewer"):
+        Chain("chain.yaml")
+
+
+def test_from_python(folder: Path) -> None:
+    sys.path.insert(0, str(folder))
+    import words
+
+    model = words.Model(size=16)
+    chain = Chain.split(model, data={**SETTINGS["data"], "dataset": words.Words}, at=["first"])
+    assert chain.modules == [part.name for part in chain.parts] == ["part-1", "part-2"]
+    found = load_file("chain.safetensors")
+    assert torch.equal(found["first.weight"], model.first.weight)
+    again = Chain.split(words.Model, data=SETTINGS["data"], modules=2, returns=0)
+    assert again.modules == chain.modules
+    assert "returns: '0'\n" in Path("chain.yaml").read_text()
+    with pytest.raises(UsageError, match="is a layer of torch"):
+        Chain.split(nn.Linear(2, 2), data=SETTINGS["data"])
+
+
+def test_the_commands(folder: Path) -> None:
+    data = "{dataset: 'words:Words', batch_size: 8}"
+    runner = CliRunner()
+    done = runner.invoke(cli, ["split", "words:Model", "--data", data, "--at", "begin,second"])
+    assert done.exit_code == 0, done.output
+    assert "wrote chain.yaml and chain.safetensors" in done.output
+    assert "delayed: tied weights" in done.output
+    assert "your own check: dnictl compare chain.yaml" in done.output
+    argv = ["split", "words:Model", "--data", data, "--at", "begin", "--interface", "exact"]
+    assert "your own check" not in runner.invoke(cli, argv).output
+    done = runner.invoke(cli, ["split", "words:Model", "--data", data, "--json"])
+    assert '"until": null' in done.output
+    for kind, expected in (("text", "└─ "), ("mermaid", "flowchart TD")):
+        done = runner.invoke(cli, ["graph", "--format", kind])
+        assert done.exit_code == 0, done.output
+        assert expected in done.output
+        assert "part-2" in done.output
+
+
+def test_the_settings_of_a_chain_file(folder: Path) -> None:
+    given = {"name": "mine", "epochs": 3, "data": {**SETTINGS["data"], "batch_size": 16}}
+    Path("given.yaml").write_text(yaml.safe_dump(given))
+    runner, argv = CliRunner(), ["split", "words:Model", "--at", "first"]
+    done = runner.invoke(cli, [*argv, "--settings", "given.yaml"])
+    assert done.exit_code == 0, done.output
+    found = yaml.safe_load(Path("chain.yaml").read_text())
+    assert {key: found[key] for key in given} == given
+    options = ["--settings", "given.yaml", "--data", "{batch_size: 8}", "--returns", "0"]
+    done = runner.invoke(cli, [*argv, *options])
+    assert done.exit_code == 0, done.output
+    found = yaml.safe_load(Path("chain.yaml").read_text())
+    assert found["data"] == SETTINGS["data"]
+    assert found["network"]["returns"] == "0"
+    done = runner.invoke(cli, argv)
+    assert isinstance(done.exception, UsageError)
+    assert "no data is named" in str(done.exception)

@@ -1,0 +1,135 @@
+"""The batch script and its steps: properties that sites and Slurm rely on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dni_runtime.errors import UsageError
+from dni_runtime.plan.plan import Need, WorkerPlan
+from dni_runtime.schedulers.runtimes import worker_argv
+from dni_runtime.schedulers.slurm.script import JobRequest, directives, render_script
+from dni_runtime.schedulers.slurm.steps import step_args, step_argv, step_environment
+from dni_runtime.spec.profile import ProfileSpec
+
+REQUEST = JobRequest(
+    run=Path("/runs/a b"),
+    chain="digits",
+    needs=(Need("bottom", 2, 0, 1000), Need("middle", 1, 0, 500), Need("top", 4, 0, 3000)),
+    nodes=(0, 0, 1),
+    stop_grace_s=12.5,
+    python="/opt/my env/bin/python",
+    python_path="/src/it's",
+)
+
+
+def with_profile(**settings: object) -> JobRequest:
+    return replace(REQUEST, profile=ProfileSpec.model_validate(settings))
+
+
+def test_each_node_gets_what_the_fullest_needs() -> None:
+    lines = directives(REQUEST)
+    assert lines[:5] == [
+        "--job-name=dni-digits",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=4",
+        "--mem=3000M",
+    ]
+    assert "--open-mode=append" in lines
+    assert "--requeue" in lines
+    assert "--signal=B:TERM@43" in lines
+    assert '--output="/runs/a b/logs/supervisor.log"' in lines
+    assert not any("gpu" in line for line in lines)
+
+
+def test_a_job_of_several_nodes_outlives_one_of_them() -> None:
+    assert "--no-kill" in directives(REQUEST)
+    assert "--job-name=.watch" in render_script(REQUEST)
+    one = replace(REQUEST, nodes=(0, 0, 0))
+    assert "--no-kill" not in directives(one)
+    assert ".watch" not in render_script(one)
+    assert ".watch" not in render_script(with_profile(suppress=["no-kill"]))
+
+
+def test_a_profile_adds_and_suppresses() -> None:
+    lines = directives(
+        with_profile(
+            account="abc", partition="batch", qos="low", constraint="a&b", reservation="r",
+            time="10", directives=["--mail-type=FAIL"], suppress=["mem", "ntasks-per-node"],
+        )
+    )  # fmt: skip
+    for one in ("--account=abc", "--partition=batch", "--qos=low", "--constraint=a&b",
+                "--reservation=r", "--time=10", "--mail-type=FAIL"):  # fmt: skip
+        assert one in lines
+    assert not any(line.startswith(("--mem", "--ntasks")) for line in lines)
+    given = replace(with_profile(partition="batch", time="10"), partition="gpu", time="20")
+    assert {"--partition=gpu", "--time=20"} <= set(directives(given))
+
+
+def step(need: Need, **fields: Any) -> WorkerPlan:
+    """The plan of a module's worker in the job."""
+    worker = WorkerPlan("/run", need.module, ipc="/tmp/s", log="/log", node="n1", need=need)
+    return replace(worker, **fields)
+
+
+@pytest.mark.parametrize(
+    ("style", "job", "of_step"),
+    [
+        ("gres", "--gres=gpu:a100:3", "--gres=gpu:a100:1"),
+        ("gpus-per-task", "--gpus-per-task=a100:3", "--gpus-per-task=a100:1"),
+        ("gpus-per-node", "--gpus-per-node=a100:3", "--gpus-per-node=a100:1"),
+    ],
+)
+def test_gpus_in_the_sites_style(style: str, job: str, of_step: str) -> None:
+    profile = ProfileSpec.model_validate({"gpu_request": style, "gpu_type": "a100"})
+    needs = (Need("a", 1, 1, 10), Need("b", 1, 2, 10), Need("c", 1, 0, 10))
+    request = replace(REQUEST, needs=needs, nodes=(0, 0, 0), profile=profile)
+    assert job in directives(request)
+
+    def options(need: Need) -> list[str]:
+        return step_argv(step(need, scheduler_args=step_args(need, profile=profile, any_gpus=True)))
+
+    assert of_step in options(needs[0])
+    # without it a step inherits the job's GPUs
+    assert "--gres=none" in options(needs[2])
+
+
+def test_a_step_takes_its_share_and_no_more() -> None:
+    worker = step(REQUEST.needs[0], node="n2", ipc="/tmp/dni-1", scratch="/scratch/1")
+    argv = step_argv(worker)
+    assert argv[0] == "srun"
+    shell = argv.index("/bin/sh")
+    assert set(argv[1:shell]) == {
+        "--job-name=bottom", "--nodes=1", "--ntasks=1", "--nodelist=n2", "--exact",
+        "--cpus-per-task=2", "--mem=1000M", "--input=none", "--export=ALL",
+    }  # fmt: skip
+    rest = ["dni-step", "/tmp/dni-1", "/scratch/1", *worker_argv(worker)]
+    assert argv[shell + 3 :] == rest
+
+
+def test_steps_of_a_job_that_has_been_resized_ask_for_no_cpus() -> None:
+    argv = step_argv(step(REQUEST.needs[0], node="n4", overlaps=True))
+    assert {"--overlap", "--mem=1000M"} <= {*argv}
+    assert not any(one.startswith(("--exact", "--cpus-per-task")) for one in argv)
+
+
+def test_a_path_that_cannot_stand_in_a_directive_is_refused() -> None:
+    with pytest.raises(UsageError, match="is not usable in a batch script"):
+        render_script(replace(REQUEST, run=Path('/runs/a"b')))
+    assert '--output="/runs/100%%/logs/supervisor.log"' in directives(
+        replace(REQUEST, run=Path("/runs/100%"))
+    )
+
+
+def test_steps_do_not_inherit_the_jobs_request() -> None:
+    environ = {
+        "SLURM_JOB_ID": "1", "SLURM_CONF": "/c", "PATH": "/bin", "SBATCH_X": "1",
+        "SLURM_MEM_PER_CPU": "5", "SLURM_GPUS_PER_NODE": "2",
+        "SLURM_CPUS_PER_TASK": "3", "SLURM_NTASKS": "2", "SLURM_HINT": "nomultithread",
+        "SLURM_CPU_BIND": "verbose,mask_cpu:0x1", "SLURM_CPU_BIND_LIST": "0x1",
+    }  # fmt: skip
+    assert set(step_environment(environ)) == {"SLURM_JOB_ID", "SLURM_CONF", "PATH"}
