@@ -110,8 +110,8 @@ def test_ctrl_c(dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor(dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dni_runtime.api import doctor
     from dni_runtime.api.doctor import Check
-    from dni_runtime.plan import doctor
 
     found = [
         Check("torch", "ok", "2.13", "always"),

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dni_runtime.api import doctor
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, write_lock
-from dni_runtime.plan import doctor
 from dni_runtime.run.record import Record
 from tests.unit.cli.conftest import Dnictl, Result, WriteChain, ended
 

@@ -27,7 +27,7 @@ from dni_runtime.run.documents.metrics import (
 )
 
 COMMON = figures_of(MetricsLine)
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+DOCS = Path(__file__).resolve().parents[4] / "docs"
 
 
 def table(page: str, heading: str, column: int = 0) -> list[set[str]]:
