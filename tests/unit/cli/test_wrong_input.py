@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from dni_runtime.api import doctor
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, write_lock
 from dni_runtime.run.record import Record
@@ -247,7 +246,7 @@ def test_an_image_of_another_spec(
     dnictl: Dnictl, write_chain: WriteChain, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = Apptainer(Path("/nowhere/apptainer"), "apptainer", (1, 4, 5))
-    monkeypatch.setattr(doctor, "find_apptainer", lambda: tool)
+    monkeypatch.setattr("dni_runtime.image.apptainer.find_apptainer", lambda: tool)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     images = folder / "images"
     images.mkdir()
