@@ -33,10 +33,12 @@ class Mpi(Scheduler):
 
     def plan(self, request: StartRequest) -> LaunchPlan:
         chain, workers = request.chain, request.workers
+        apart = "the labels are" if chain.data.splits else None
         if workers[0].replicas > 1 and chain.data.own:
+            apart = f"the replicas of {module_of(workers[0].module)!r} have"
+        if apart is not None:
             raise UsageError(
-                f"the replicas of {module_of(workers[0].module)!r} have data of their own, but all "
-                "ranks get the same command",
+                f"{apart} data of their own, but all ranks get the same command",
                 hint="use 'dnictl up' or 'dnictl submit', or a data set that they share",
             )
         if chain.links.transport == "auto" and chain.links.interface is not None:

@@ -20,6 +20,7 @@ from dni_runtime.run.record import Record
 from dni_runtime.schedulers.mpi import Mpi, judge, mpirun_command
 from dni_runtime.schedulers.schedulers import read_state
 from dni_runtime.spec import ChainSpec, WorkerSpec
+from dni_runtime.spec.data import LabelsSpec
 from dni_runtime.spec.modules import ElasticSpec
 
 SITE = Site("process")
@@ -57,8 +58,12 @@ def test_ranks_have_no_data_of_their_own(
         update={"data": chain.data.model_copy(update={"path": "/site/{replica}.npz"})}
     )
     first = workers[0].model_copy(update={"replicas": 2})
-    with pytest.raises(UsageError, match="have data of their own"):
+    with pytest.raises(UsageError, match="replicas of 'bottom' have data of their own"):
         plan_of(own, (first, *workers[1:]), tmp_path)
+    labels = LabelsSpec(dataset="npz", path="/site/labels.npz")
+    apart = chain.model_copy(update={"data": chain.data.model_copy(update={"labels": labels})})
+    with pytest.raises(UsageError, match="the labels are data of their own"):
+        plan_of(apart, workers, tmp_path)
 
 
 def test_nobody_changes_the_number_of_replicas(
