@@ -362,7 +362,7 @@ def test_a_distant_worker_that_is_killed(tmp_path: Path) -> None:
 
 def test_silence_ends_a_distant_worker(tmp_path: Path) -> None:
     code = (
-        "from dni_runtime.launch import child\n"
+        "from dni_runtime.schedulers import child\n"
         "child._SILENT_S = 0.2\n"
         "child.receive(['sleep', '60'])"
     )
