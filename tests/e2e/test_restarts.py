@@ -183,12 +183,12 @@ def test_workers_come_to_the_end_without_their_supervisor(site: Site) -> None:
 
 
 def test_a_full_disk_does_not_end_the_run(site: Site) -> None:
-    """Files of the tail cannot grow: its last checkpoint stays, and it says so."""
+    """Files of the tail cannot grow beyond a page, which its report fits in: it says so."""
     begin(site, FOREVER, "restart: {snapshot_s: 1}", chain=PAIR)
     site.wait_for_checkpoint(ENDS)
     pid = RunState.read(site.latest).modules["top"].pid
     assert pid is not None
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     eventually("it says so", lambda: bool(module(site, "top").warning))
     assert "could not be written" in site.run("status").stderr
     eventually("training goes on", goes_on(site, ["bottom"]))
