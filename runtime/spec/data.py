@@ -29,7 +29,7 @@ class LabelsSpec(Frozen):
 class DataSpec(Frozen):
     """The data that the head reads."""
 
-    # A name of ``DATASETS`` (``data/__init__.py``), or the import path of a ``torch.utils.data.Dataset``.
+    # A name of ``DATASETS`` (``data/__init__.py``), or the import path of a torch Dataset.
     dataset: str = "digits"
     # Not needed if a system package installs the data. With ``{replica}`` in it each replica of the
     # head has data of its own.
