@@ -15,11 +15,7 @@ from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.step import ModuleStep, due
 from dni_runtime.core.training import empty_batch
 from dni_runtime.data import DataSource, Half, open_data
-from dni_runtime.errors import (
-    CheckpointError,
-    StoppedError,
-    UsageError,
-)
+from dni_runtime.errors import CheckpointError, StoppedError, UsageError
 from dni_runtime.garbage import collect_as_usual
 from dni_runtime.link import InputLink, OutputLink, listen_address
 from dni_runtime.run.cuts import remove_temporaries
@@ -134,14 +130,9 @@ class Worker:
         # A manual start has no record: the modules are those that were served here.
         served = (file.stem for file in run.worker("x").parent.glob("*.json"))
         self._chain = sorted(served) if record is None else list(record.modules)
+        attempt, first = options.attempt, options.first
         self._start, self._ledger = begin(
-            options.resume,
-            spec,
-            run,
-            self._step,
-            self._chain,
-            attempt=options.attempt,
-            first=options.first,
+            options.resume, spec, run, self._step, self._chain, attempt=attempt, first=first
         )
         if options.by_rank:
             self._start.begun = start_of(spec, options.start)
@@ -154,7 +145,7 @@ class Worker:
             address=options.connect,
             again=self._start.again,
             stop=stop,
-            since=options.first or 0,
+            since=first or 0,
         )
         self._listening: dict[InputLink, EdgeSpec] = {}
         self._input: Join | None = None

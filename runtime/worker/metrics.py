@@ -1,23 +1,15 @@
-"""What a worker measures: its file of metrics, and its report.
-
-``metrics/MODULE.jsonl`` is the whole learning curve. Beyond ``FULL_BYTES`` the worker thins it out:
-the older a ``train`` line, the fewer of its neighbours stay. The file is appended to or replaced as
-a whole: a worker killed at any point leaves whole lines, except possibly the last one. The report
-is replaced about once a second, also if the computing thread is blocked.
-"""
+"""What a worker measures: lines of metrics (``worker/metrics_file.py``), and its report."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import resource
 import socket
-import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -27,8 +19,7 @@ from torch import Tensor
 
 from dni_runtime.core.counters import Mean, StepCounters
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.errors import CheckpointError, DniError, StoppedError
-from dni_runtime.files import opened, write_atomic
+from dni_runtime.errors import CheckpointError, DniError
 from dni_runtime.link import LinkCounters
 from dni_runtime.run.documents.metrics import (
     EpochLine,
@@ -39,18 +30,18 @@ from dni_runtime.run.documents.metrics import (
     StartLine,
     TrainLine,
     figures_of,
-    parse_train,
 )
 from dni_runtime.run.documents.reports import Diverged, Report, WorkerPhase
 from dni_runtime.run.documents.state import process_birth
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
-from dni_runtime.worker.background import repeating
 from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.ledger import Progress
+from dni_runtime.worker.metrics_file import MetricsFile
+from dni_runtime.worker.report import ReportWriter
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +50,6 @@ INTERVAL_S = 1.0
 
 SAMPLE_S = 0.25
 """Seconds between measurements that cost passes over activations."""
-
-REPORT_S = 1.0
-"""Seconds between two writes of the report."""
-
-FULL_BYTES = 8 << 20
-"""Size at which a file of metrics is thinned out: about four hours of lines."""
-
-DETAIL = 1000
-"""A ``train`` line stays if the one before is older by a thousandth of its age."""
 
 COUNTERS = tuple(one.name for one in figures_of(Measured) if one.kind == "counter")
 
@@ -90,83 +72,6 @@ def link_figures(
         "gaps": up.gaps,
         "shared_bytes": None if exchange is None else exchange.sent,
     }
-
-
-class ReportWriter:
-    """Writes one attempt's report, until a later attempt of the module has written its own."""
-
-    def __init__(
-        self,
-        path: Path,
-        module: str,
-        attempt: int,
-        report: Callable[[], Report],  # also called in a thread
-        on_error: Callable[[OSError], None],
-    ) -> None:
-        self._path = path
-        self._module = module
-        self._attempt = attempt
-        self._report = report
-        self._on_error = on_error
-        self._lock = threading.Lock()
-        self._shown = self._told = False
-        self._later = 0
-
-    def regularly(self) -> contextlib.AbstractContextManager[None]:
-        """Write it about once a second, whatever the computing thread does."""
-        return repeating("report", REPORT_S, self.write)
-
-    def write(self) -> None:
-        """Write it now."""
-        with self._lock:
-            try:
-                later = Report.read(self._path).attempt if self._shown else 0
-                self._later = later if later > self._attempt else self._later
-                if not self._later:
-                    self._shown = True
-                    self._report().write(self._path, durable=False)
-            except OSError as error:
-                self._on_error(error)
-
-    def check(self) -> None:
-        """Raise ``StoppedError``, once, if a later attempt has taken over.
-
-        That happens if this process was out of reach.
-        """
-        if self._later and not self._told:
-            self._told = True
-            raise StoppedError(f"attempt {self._later} of module {self._module!r} has taken over")
-
-
-class MetricsFile:
-    """Appends one module's lines."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._limit_bytes = FULL_BYTES
-
-    def append(self, line: MetricsLine) -> None:
-        """Add a line; ``OSError`` if the disk is full or unavailable."""
-        size_bytes = line.append(self._path)
-        if size_bytes >= self._limit_bytes:
-            # If it stays as large (evaluations, or no room for another file), it may grow first.
-            self._limit_bytes = size_bytes + FULL_BYTES // 2
-            with opened(self._path) as file:
-                kept = thinned(file.readlines(), line.time)
-            write_atomic(self._path, b"".join(kept))
-            size_bytes = sum(map(len, kept))
-            self._limit_bytes = max(FULL_BYTES, size_bytes + FULL_BYTES // 2)
-
-
-def thinned(lines: Iterable[bytes], now: float) -> list[bytes]:
-    """Leave out ``train`` lines, the more the older they are: see ``DETAIL``."""
-    kept, last = [], 0.0
-    for text in lines:
-        line = parse_train(text)
-        if line is None or abs(line.time - last) >= (now - line.time) / DETAIL:
-            kept.append(text)
-            last = last if line is None else line.time
-    return kept
 
 
 @dataclass

@@ -20,12 +20,7 @@ import zmq
 from torch import Tensor
 
 from dni_runtime.core.step import Gradients, ModuleStep
-from dni_runtime.link import (
-    Batch,
-    Drained,
-    Gradient,
-    Marker,
-)
+from dni_runtime.link import Batch, Drained, Gradient, Marker
 from dni_runtime.run.cuts import document_file
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter

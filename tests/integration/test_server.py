@@ -22,7 +22,7 @@ from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import TailRole, parse_chain
 from dni_runtime.wire import Mark, Mode
-from dni_runtime.worker import metrics
+from dni_runtime.worker import report
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.resume import begin
@@ -39,7 +39,7 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
     run: RunDir, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Upstream is gone; who looks from another host knows only the times in the state file."""
-    monkeypatch.setattr(metrics, "REPORT_S", 0.02)
+    monkeypatch.setattr(report, "REPORT_S", 0.02)
     spec = make_spec("tail", tail=TailRole(metrics=()), stop_grace_s=0.5)
     times: set[float] = set()
     doing: set[str] = set()

@@ -49,6 +49,7 @@ from dni_runtime.worker import (
     checkpoint,
     main,
     metrics,
+    report,
     resume,
     saver,
     signals,
@@ -901,7 +902,7 @@ class Site:
                 lambda *args, half=None, **kwargs: Data(half, self.schedule.evaluated),
             ),
             (metrics, "INTERVAL_S", 10.0),  # else a schedule writes most of its time
-            (metrics, "REPORT_S", 10.0),
+            (report, "REPORT_S", 10.0),
             (signals, "LOOK_S", 2.0),
             (receiver, "JUMP_LIMIT", 2),  # of ids that are left out, a few are many here
             (supervisor, "TICK_S", 1.0),
