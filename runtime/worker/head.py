@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
 
 from dni_runtime.core.forward import as_inputs
 from dni_runtime.link import Batch, Marker
@@ -16,7 +15,7 @@ from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.rounds import Insertion, Rounds
-from dni_runtime.worker.stream import NOTHING, Item, Position, Stream
+from dni_runtime.worker.stream import NOTHING, Item, Items, Position
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ class Head:
 
     def __init__(
         self,
-        stream: Iterator[Item],  # from the start's position on
+        stream: Items,  # from the start's position on
         *,
         start: Start,
         ledger: Ledger,
@@ -47,8 +46,7 @@ class Head:
         self._takes = (0,) if role is None else role.takes
         self._route = spec.replicas, spec.replica
         self._stream = stream
-        samples = stream.samples if isinstance(stream, Stream) else ()
-        self._rounds = Rounds(metrics.run, spec, start.begun, samples)
+        self._rounds = Rounds(metrics.run, spec, start.begun, stream.samples)
         self._progress = ledger.progress
         self._used = self._used_before() if start.again else ledger.progress.counts.id
         self._metrics = metrics
@@ -109,8 +107,7 @@ class Head:
                 return marker
             if self._ends and self._here.part == 0 and self._here.phase == "train":
                 self._ends = False
-                if isinstance(self._stream, Stream):
-                    self._stream.end()
+                self._stream.end()
             item = self._item(id)
             if Mark.END in item.mark and not self._closed(id):
                 self._read = item
@@ -144,8 +141,7 @@ class Head:
         if self._read is not None:
             item, self._read = self._read, None
             return item
-        if self._route[0] > 1 and isinstance(self._stream, Stream):
-            self._stream.takes = self._owns(id)
+        self._stream.takes = self._owns(id)
         self._metrics.now("data")
         began = time.monotonic()
         item = next(self._stream)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
 from enum import Enum
 
 import zmq
@@ -42,7 +41,7 @@ from dni_runtime.worker.saver import StateSaver
 from dni_runtime.worker.shares import GATHER_MS
 from dni_runtime.worker.shutdown import Shutdown
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.stream import Item
+from dni_runtime.worker.stream import Items
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ class ModuleServer:
         stop: StopRequest,
         start: Start,
         ledger: Ledger,
-        stream: Iterator[Item] | None = None,  # the head's, from its position on
+        stream: Items | None = None,  # the head's, from its position on
         labels: Labels | None = None,  # the tail's own; None: they come with the batches
         input: Join | None = None,  # None for the head
         output: Fanout | None = None,  # None for the tail

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -62,8 +62,25 @@ class Item:
     rows: Rows | None = None  # if the labels stay at the tail
 
 
+class Items(Protocol):
+    """Where the head's items come from: batches and markers, from a position on."""
+
+    takes: bool  # whether the next item, if it is a batch, is to be read here
+    # of training, evaluation and test, if the stream is shared: all replicas need the same
+    samples: list[int | None]
+
+    def __next__(self) -> Item:
+        """Return the next item; the last one has END."""
+
+    def end(self) -> None:
+        """Send no more training batches."""
+
+    def close(self) -> None:
+        """Read no more."""
+
+
 class Stream(Iterator[Item]):
-    """The stream from a position on, which may end early; see :func:`items`.
+    """The items of a data set; see :func:`items`.
 
     ``shared``: other replicas of the head read some of the batches.
     """
@@ -77,9 +94,8 @@ class Stream(Iterator[Item]):
         shared: bool = False,
         loss: ChainLoss | None = None,
     ) -> None:
-        self.takes = True  # whether the next item, if it is a batch, is to be read here
-        # of training, evaluation and test, if the stream is shared
-        self.samples: list[int | None] = []
+        self.takes = True
+        self.samples = []
         if shared:
             info = source.info
             self.samples = [info.train_samples, info.eval_samples, info.test_samples]
@@ -92,12 +108,10 @@ class Stream(Iterator[Item]):
         return next(self._items)
 
     def end(self) -> None:
-        """Send no more training batches."""
         self._early = True
 
     def close(self) -> None:
-        """Stop reading ahead."""
-        self._items.close()
+        self._items.close()  # stops reading ahead
 
 
 def items(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.server import ModuleServer
 from dni_runtime.worker.signals import StopRequest
+from dni_runtime.worker.stream import Item
 
 
 @dataclass
@@ -33,6 +34,24 @@ class Worker:
 
     def server(self, **ends: Any) -> ModuleServer:
         return ModuleServer(**vars(self), **ends)
+
+
+class Listed:
+    """Items for a head that come from no data set; they end when they end."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._items = iter(items)
+        self.takes = True
+        self.samples: list[int | None] = []
+
+    def __next__(self) -> Item:
+        return next(self._items)
+
+    def end(self) -> None:
+        raise AssertionError("nothing asks for an early end")
+
+    def close(self) -> None:
+        pass
 
 
 @contextmanager

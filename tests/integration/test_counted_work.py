@@ -37,7 +37,7 @@ from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.server import ModuleServer
 from dni_runtime.worker.stream import Item, Position
-from tests.integration.serving import worker_of
+from tests.integration.serving import Listed, worker_of
 from tests.specs import float32, int64, linear, specs_of
 
 SAMPLES, FEATURES, CUTS = 64, 256, 2
@@ -198,7 +198,7 @@ class Served:
             self.steps[worker.module] = made.step
             made.step.measure_late = False
             server = made.server(
-                stream=items if worker.head else None,
+                stream=Listed(items) if worker.head else None,
                 input=Join([[self.inputs[worker.module]]]) if worker.sources else None,
                 output=Fanout([[self.outputs[worker.module]]]) if worker.targets else None,
             )

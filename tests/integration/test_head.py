@@ -19,6 +19,7 @@ from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.stream import Item, Position
 from tests.conftest import MakeSpec
+from tests.integration.serving import Listed
 
 X, Y = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
 RETAIN = 2
@@ -48,7 +49,7 @@ def head(
     first = start.position.batch + 1
     stream = (Item(1, at(n), x=X, y_BY=Y) for n in range(first, 100))
     metrics = MetricsWriter(run, make_spec(), 1)
-    return Head(stream, start=start, ledger=ledger, metrics=metrics, output=output)
+    return Head(Listed(stream), start=start, ledger=ledger, metrics=metrics, output=output)
 
 
 def test_a_marker_that_is_asked_for_comes_next(run: RunDir, make_spec: MakeSpec) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from dni_runtime.worker.join import Join
 from dni_runtime.worker.resume import begin
 from dni_runtime.worker.server import Stage
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.stream import Item, Stream, items
+from dni_runtime.worker.stream import Item, Stream
 from tests.conftest import MakeSpec
 from tests.integration.serving import worker_of
 from tests.lines import read_lines
@@ -91,14 +91,17 @@ class Whole:
         """Serve from where the run stands; ``look`` sees each item before the server does."""
         self.step = ModuleStep(self.spec)
         begun = begin(resume, self.spec, self.run, self.step, ["whole"])
+        assert self.spec.head is not None
         with worker_of(self.run, self.spec, begun=begun, step=self.step) as worker:
 
-            def seen() -> Iterator[Item]:
-                for item in items(self.source, self.spec.head, begun[0].position):  # type: ignore[arg-type]
+            class Seen(Stream):
+                def __next__(self) -> Item:
+                    item = super().__next__()
                     look(item, worker.stop)
-                    yield item
+                    return item
 
-            return worker.server(stream=seen()).serve()
+            stream = Seen(self.source, self.spec.head, begun[0].position)
+            return worker.server(stream=stream).serve()
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in read_lines(self.run.metrics("whole")) if line["kind"] == kind]
