@@ -74,7 +74,9 @@ def init(template: str, path: Path) -> None:
 @data_option
 @json_option
 def validate(chain: Path, data: Path | None, as_json: bool) -> None:
-    """Check a chain file: names, keywords, shapes, data; and try it on a few samples of the data.
+    """Check a chain file, and try it on a few samples of its data.
+
+    Names, keywords, shapes and data are checked, as 'up' does.
 
     \b
     Example:

@@ -127,7 +127,7 @@ def version(as_json: bool) -> None:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print the shell-completion script for dnictl's commands and runs.
+    """Print a shell's completion script for commands and runs.
 
     \b
     Example:

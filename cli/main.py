@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import importlib
 import os
@@ -27,49 +28,64 @@ _DISK = {
 }
 """File system errors that users can fix."""
 
-# The module of each command, imported when the command is used. Command modules import nothing
-# heavy (torch, pydantic, rich) before they run, so that --help stays quick.
-COMMANDS = {
-    "init": "dnictl.chains",
-    "split": "dnictl.split",
-    "balance": "dnictl.split",
-    "validate": "dnictl.chains",
-    "graph": "dnictl.chains",
-    "config": "dnictl.chains",
-    "schema": "dnictl.chains",
-    "build": "dnictl.images",
-    "verify": "dnictl.images",
-    "inspect": "dnictl.images",
-    "up": "dnictl.start",
-    "submit": "dnictl.submit",
-    "plan": "dnictl.submit",
-    "mpi": "dnictl.start",
-    "profile": "dnictl.submit",
-    "run": "dnictl.start",
-    "resume": "dnictl.start",
-    "supervise": "dnictl.runs",
-    "ps": "dnictl.runs",
-    "status": "dnictl.runs",
-    "wait": "dnictl.runs",
-    "stop": "dnictl.runs",
-    "restart": "dnictl.runs",
-    "scale": "dnictl.runs",
-    "events": "dnictl.logs",
-    "logs": "dnictl.logs",
-    "export": "dnictl.runs",
-    "tensorboard": "dnictl.tensorboard",
-    "bench": "dnictl.measure",
-    "compare": "dnictl.measure",
-    "reference": "dnictl.measure",
-    "doctor": "dnictl.doctor",
-    "version": "dnictl.doctor",
-    "completion": "dnictl.doctor",
+# The module of each command, imported when the command is used, by what users want to do. Command
+# modules import nothing heavy (torch, pydantic, rich) before they run, so that --help stays quick.
+GROUPS = {
+    "Write a chain": {
+        "init": "dnictl.chains",
+        "split": "dnictl.split",
+        "balance": "dnictl.split",
+        "validate": "dnictl.chains",
+        "graph": "dnictl.chains",
+        "config": "dnictl.chains",
+        "schema": "dnictl.chains",
+    },
+    "Make images": {
+        "build": "dnictl.images",
+        "verify": "dnictl.images",
+        "inspect": "dnictl.images",
+    },
+    "Train": {
+        "up": "dnictl.start",
+        "submit": "dnictl.submit",
+        "plan": "dnictl.submit",
+        "profile": "dnictl.submit",
+        "mpi": "dnictl.start",
+        "run": "dnictl.start",
+        "resume": "dnictl.start",
+    },
+    "Control runs": {
+        "supervise": "dnictl.runs",
+        "stop": "dnictl.runs",
+        "restart": "dnictl.runs",
+        "scale": "dnictl.runs",
+        "wait": "dnictl.runs",
+    },
+    "Look at runs": {
+        "ps": "dnictl.runs",
+        "status": "dnictl.runs",
+        "logs": "dnictl.logs",
+        "events": "dnictl.logs",
+        "tensorboard": "dnictl.tensorboard",
+    },
+    "Use and measure": {
+        "export": "dnictl.runs",
+        "bench": "dnictl.measure",
+        "compare": "dnictl.measure",
+        "reference": "dnictl.measure",
+    },
+    "This installation": {
+        "doctor": "dnictl.doctor",
+        "version": "dnictl.doctor",
+        "completion": "dnictl.doctor",
+    },
 }
+COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
 ALIASES = {"check": "validate", "list": "ps", "cancel": "stop"}
 
 
 class Commands(click.Group):
-    """Commands in the order of a user's day, imported when needed; aliases are not listed."""
+    """Commands in groups, imported when needed; aliases are not listed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -85,9 +101,28 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if self.get_command(ctx, name) is None and name[:1] != "-" and not ctx.resilient_parsing:
+            close = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], n=1)
+            ctx.fail(
+                f"No such command {name!r}." + (f" Did you mean {close[0]!r}?" if close else "")
+            )
         # Under an alias, too, help and errors name the command.
         _, command, rest = super().resolve_command(ctx, args)
         return command.name if command else None, command, rest
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, COMMANDS))
+        for title, group in GROUPS.items():
+            commands = [(name, self.get_command(ctx, name)) for name in group]
+            with formatter.section(title):
+                formatter.write_dl(
+                    [
+                        (name.ljust(width), command.get_short_help_str(formatter.width - width - 6))
+                        for name, command in commands
+                        if command is not None and not command.hidden
+                    ]
+                )
 
 
 @click.group(

@@ -137,7 +137,7 @@ def compare(
     data: Path | None,
     as_json: bool,
 ) -> None:
-    """Compare gradient interfaces, or strategies of replicas, with backpropagation.
+    """Compare interfaces or strategies with plain backpropagation.
 
     Trains a chain under each interface or strategy, and by backpropagation in one process, with the
     same network, data, optimizer and epochs. The modules run as processes on this host, over their

@@ -283,9 +283,12 @@ def export(
     Example:
       dnictl export -o model.safetensors
     """
-    its = chosen_run(run, runs)
+    from dni_runtime.api.checkpointed import check_ending
+
     if output.exists() and not force:
         raise UsageError(f"{str(output)!r} already exists", hint="--force replaces it")
+    check_ending(output, state_dict=state_dict)
+    its = chosen_run(run, runs)
     cut, damaged = its.choose_cut(wanted, force=force)
     for problem in damaged:
         click.secho(f"warning: {problem}; using checkpoint {cut}", err=True, fg="yellow")

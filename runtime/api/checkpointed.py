@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dni_runtime.errors import DamagedError, DivergedError, UsageError
+from dni_runtime.errors import DamagedError, DivergedError, UnavailableError, UsageError
 from dni_runtime.run.cuts import choose_cut, tensors_file
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
@@ -13,6 +14,22 @@ from dni_runtime.spec.replicas import replicas_of
 
 if TYPE_CHECKING:  # torch takes a while to import
     from torch import Tensor, nn
+
+
+def check_ending(output: Path, *, state_dict: bool) -> None:
+    """Refuse a file that the network, or its state dict, cannot be exported to."""
+    allowed = (".safetensors", *((".pt", ".pth") if state_dict else (".pt2", ".onnx")))
+    if output.suffix not in allowed:
+        what = "a state dict" if state_dict else "a network"
+        raise UsageError(
+            f"{what} cannot be exported to {str(output)!r}",
+            hint=f"end the name in one of {', '.join(allowed)}"
+            + ("; --state-dict is for .pt" if output.suffix in (".pt", ".pth") else ""),
+        )
+    if output.suffix == ".onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
+        raise UnavailableError(
+            "onnx and onnxscript are not installed", hint="pip install 'dni-runtime[onnx]'"
+        )
 
 
 class Checkpointed:
@@ -58,6 +75,7 @@ class Checkpointed:
         Raises:
             DniError: As :meth:`choose_cut`, and as ``core.export.export_model``.
         """
+        check_ending(Path(output), state_dict=state_dict)
         from dni_runtime.core.export import export_model, write_state_dict
         from dni_runtime.plan.prepare import importing_from
 

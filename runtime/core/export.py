@@ -7,7 +7,6 @@ import os
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -23,7 +22,7 @@ from dni_runtime.core.chain import data_of
 from dni_runtime.core.finite import state_finite
 from dni_runtime.core.layers import build_layers, exported
 from dni_runtime.core.training import empty_batch
-from dni_runtime.errors import DataError, DivergedError, SpecError, UnavailableError, UsageError
+from dni_runtime.errors import DataError, DivergedError, SpecError, UsageError
 from dni_runtime.files import pinned, write_atomic
 from dni_runtime.network.piece import tie
 from dni_runtime.spec import LayerSpec, TensorSpec, WorkerSpec
@@ -118,14 +117,6 @@ def export_model(
     this package nor the user's classes, and ``.onnx`` is for other runtimes. ``force`` writes
     weights that are not finite, too.
     """
-    if output.suffix not in (".safetensors", ".pt2", ".onnx"):
-        raise UsageError(
-            f"cannot export to {str(output)!r}", hint="end the name in .safetensors, .pt2 or .onnx"
-        )
-    if output.suffix == ".onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
-        raise UnavailableError(
-            "onnx and onnxscript are not installed", hint="pip install 'dni-runtime[onnx]'"
-        )
     model = assemble(workers, states)
     for name, module in model.named_children():
         if not force and not state_finite(module):
@@ -197,15 +188,10 @@ def write_state_dict(state: Mapping[str, Tensor], output: Path) -> None:
     """
     if output.suffix == ".safetensors":
         data = save(separate(state), metadata={"format": "pt"})
-    elif output.suffix in (".pt", ".pth"):
+    else:
         content = io.BytesIO()
         torch.save(dict(state), content)
         data = content.getvalue()
-    else:
-        raise UsageError(
-            f"cannot write a state dict to {str(output)!r}",
-            hint="end the name in .safetensors or .pt",
-        )
     write_atomic(output, data, mode=0o644)
 
 

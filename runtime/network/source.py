@@ -7,7 +7,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import TensorSpec
 from dni_runtime.spec.choices import find_attribute
+from dni_runtime.spec.named import matching
 
 _Built = TypeVar("_Built", bound=nn.Module)
 
@@ -25,7 +26,9 @@ class NetworkSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    target: str = Field(alias="import", pattern=r"^[\w.]+:[\w.]+$")
+    target: Annotated[str, matching(r"^[\w.]+:[\w.]+$", "of the form 'package.module:name'")] = (
+        Field(alias="import")
+    )
     args: dict[str, Any] = Field(default_factory=dict)
     example: tuple[TensorSpec, ...] = Field(min_length=1)  # one sample of each input of the data
     takes: tuple[str, ...] = ()  # arguments of ``forward`` that get them; (): its first ones

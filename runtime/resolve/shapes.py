@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -149,7 +150,7 @@ def _infer_layer(
             f"{name}{layer.args or ''} does not fit: {what} {' and '.join(map(str, given))}: "
             f"{reason}",
             location=(*at, "args" if ":" in name else name),
-            hint="compare the layer's sizes with its input (B is the batch)"
+            hint=_sizes_hint(layer, given[0])
             if len(given) == 1
             else "begin with 'Add', 'Concat' or a layer of your own that takes as many arguments",
         ) from None
@@ -181,6 +182,14 @@ def _infer_layer(
             "'data.0', 'data.1' …",
         )
     return Inferred(samples, attends, (built,))
+
+
+def _sizes_hint(layer: LayerSpec, given: TensorSpec) -> str:
+    if layer.args.get("in_features") == math.prod(given.shape):
+        return (
+            "it fits if each sample is one row: 'flatten: true' in 'data', or 'Flatten' before it"
+        )
+    return "compare the layer's sizes with its input (B is the batch)"
 
 
 def _run(layer: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, bool]:

@@ -95,7 +95,22 @@ def call(
     try:
         return cls(*given, **args)
     except (TypeError, ValueError, RuntimeError, AssertionError, ImportError) as error:
+        for keyword, p in inspect.signature(cls).parameters.items():
+            value = args.get(keyword)
+            if _is_number(p) and not (value is None or isinstance(value, int | float)):
+                raise SpecError(
+                    f"{name} needs a number as {keyword!r}, not {value!r}",
+                    location=(*location, keyword),
+                ) from None
         raise SpecError(f"{name} refuses {dict(args)}: {error}", location=location) from None
+
+
+def _is_number(parameter: inspect.Parameter) -> bool:
+    """Whether a keyword's default or annotation is a number."""
+    of_number = isinstance(parameter.default, int | float) and not isinstance(
+        parameter.default, bool
+    )
+    return of_number or parameter.annotation in (int, float, "int", "float")
 
 
 def check_keywords(

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from dni_runtime.errors import SpecError
 from dni_runtime.spec.data import DataSpec, LabelsSpec
 from dni_runtime.spec.model import ChainSpec
-from dni_runtime.spec.named import TAG, Choice, LayerSpec
+from dni_runtime.spec.named import TAG, WORDS, Choice, LayerSpec
 from dni_runtime.spec.running import ReplicationSpec
 
 Location = tuple[str | int, ...]
@@ -337,23 +337,38 @@ def _message(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, str | N
         return f"{value!r} is not allowed here", f"allowed: {context['expected']}"
     if kind == "value_error":
         return str(context["error"]), None
-    if kind == "string_pattern_mismatch" and location and location[-1] == "name":
-        return (
-            f"{value!r} is not a name",
-            "use at most 40 lower-case letters, digits and inner dashes: names become paths",
-        )
+    if kind == "string_pattern_mismatch" and context["pattern"] in WORDS:
+        return f"{value!r} is not {WORDS[context['pattern']]}", None
+    if kind in _EXPECTED:
+        return f"{value!r} is not {_EXPECTED[kind].format(**context)}", None
     return f"{value!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}", None
+
+
+_EXPECTED = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing", "finite_number"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "'true' or 'false'"),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list, as [a, b]"),
+    **dict.fromkeys(("dict_type", "model_type"), "a mapping, as {{key: value}}"),
+    "string_type": "a text: write it in quotes",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+}
+"""What pydantic expects, by the type of its error (https://docs.pydantic.dev/latest/errors)."""
 
 
 def suggestion(word: str, allowed: list[str]) -> str | None:
     """Return ``did you mean …?`` with the allowed words, or None if there are none."""
     if not allowed:
         return None
-    close = difflib.get_close_matches(word, allowed, n=1)
-    start = f"did you mean {close[0]!r}? " if close else ""
+    lower = {one.lower(): one for one in reversed(allowed)}
+    close = difflib.get_close_matches(word.lower(), lower, n=1)
+    start = f"did you mean {lower[close[0]]!r}?" if close else ""
     if len(allowed) > 30:
         return start or None
-    return f"{start}allowed: {', '.join(sorted(allowed))}"
+    return f"{start} allowed: {', '.join(sorted(allowed))}".lstrip()
 
 
 def _fields_at(model: Any, location: Location) -> list[str]:

@@ -6,9 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import PurePosixPath
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from dni_runtime.spec.named import Frozen, module_of
+from dni_runtime.spec.named import Frozen, matching, module_of
 
 
 class BaseSpec(Frozen):
@@ -18,7 +18,9 @@ class BaseSpec(Frozen):
     bootstrap: Literal["debootstrap", "docker", "oras", "library", "localimage"] = "debootstrap"
     source: str = "bookworm"  # Debian suite for debootstrap, else the image's URI or path
     mirror: str | None = None  # for debootstrap; None: the build host's own
-    python: Annotated[str, StringConstraints(pattern=r"^3\.\d{1,2}$")] = "3.11"  # in the image
+    python: Annotated[str, matching(r"^3\.\d{1,2}$", "a version of Python, as '3.11'")] = (
+        "3.11"  # in the image
+    )
 
     @field_validator("source", "mirror")
     @classmethod
@@ -72,7 +74,9 @@ class ResourcesSpec(Frozen):
     cpus: Annotated[int, Field(ge=1, le=1024)] | None = None  # and compute threads
     gpus: Annotated[int, Field(ge=0, le=64)] | None = None
     # Such as ``800M`` or ``16G``: powers of 1024, as Slurm counts.
-    memory: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,8}[MG]$")] | None = None
+    memory: Annotated[str, matching(r"^[1-9][0-9]{0,8}[MG]$", "a size as 800M or 16G")] | None = (
+        None
+    )
 
     @property
     def memory_mib(self) -> int | None:
@@ -83,7 +87,7 @@ class ResourcesSpec(Frozen):
 
 
 WorkerName = Annotated[
-    str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?(\.[1-9]\d?)?$")
+    str, matching(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?(\.[1-9]\d?)?$", "a module's name")
 ]
 """A module's name, or a replica's as ``upper.2``."""
 

@@ -8,16 +8,17 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
-    StringConstraints,
     Tag,
     field_validator,
     model_validator,
 )
 
 from dni_runtime.spec.machines import ResourcesSpec
-from dni_runtime.spec.named import TAG, Choice, Frozen, LayerSpec, Name
+from dni_runtime.spec.named import TAG, Choice, Frozen, LayerSpec, Name, matching
 
-Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|(cuda|rocm)(:\d{1,2})?)$")]
+Device = Annotated[
+    str, matching(r"^(auto|cpu|(cuda|rocm)(:\d{1,2})?)$", "a device: auto, cpu, cuda, cuda:1, rocm")
+]
 
 
 def patterns(value: Any) -> Any:
@@ -75,7 +76,13 @@ class InitSpec(Frozen):
     strict: bool = True  # the file must hold all parameters that have a prefix
 
 
-Input = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?(\.[0-7])?$")]
+Input = Annotated[
+    str,
+    matching(
+        r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?(\.[0-7])?$",
+        "an input: a module's name, one of its outputs as 'stem.0', or 'data.0'",
+    ),
+]
 """A module's name, one of its outputs as ``stem.0``, or an input of the data as ``data.0``."""
 
 

@@ -19,7 +19,19 @@ from pydantic import (
     model_validator,
 )
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+WORDS: dict[str, str] = {}
+"""What a text of each pattern is, for errors: people do not read regular expressions."""
+
+
+def matching(pattern: str, what: str) -> StringConstraints:
+    """Constrain a text to a pattern; an error says that it is not ``what``."""
+    WORDS[pattern] = what
+    return StringConstraints(pattern=pattern)
+
+
+_LETTERS = "of at most 40 lower-case letters, digits and inner dashes"
+
+Name = Annotated[str, matching(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", f"a name {_LETTERS}")]
 """Names end up in paths, image labels and definition files: lower-case letters, digits, dashes."""
 
 IMPORT_KEY = "import"

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import Field, field_validator
 
-from dni_runtime.spec.named import Frozen
+from dni_runtime.spec.named import Frozen, matching
 
-Word = Annotated[str, StringConstraints(pattern=r"^[^\s'\"\\$`]{1,128}$")]
+Word = Annotated[
+    str,
+    matching(
+        r"^[^\s'\"\\$`]{1,128}$", "one word without spaces, quotes, dollar signs, backslashes"
+    ),
+]
 """One word of an ``#SBATCH`` directive."""
 
-Line = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]{1,1024}$")]
+Limit = Annotated[
+    str,
+    matching(
+        r"^(\d+(-\d+)?(:\d+){0,2}|(?i:unlimited|infinite))$",
+        "a time limit of Slurm's, as 4:00:00, 1-12:00:00 (a day and a half) or '30' (minutes)",
+    ),
+]
+
+Line = Annotated[str, matching(r"^[^\n\r\x00]{1,1024}$", "one line of at most 1024 letters")]
 
 
 class ProfileSpec(Frozen):
@@ -22,22 +35,34 @@ class ProfileSpec(Frozen):
     qos: Word | None = None
     constraint: Word | None = None  # required node features
     reservation: Word | None = None
-    time: Word | None = None
+    time: Limit | None = None
     # Further ``#SBATCH`` directives, such as ``--mail-type=FAIL``.
-    directives: tuple[Annotated[str, StringConstraints(pattern=r"^--[a-z][^\n\r\x00]*$")], ...] = ()
+    directives: tuple[
+        Annotated[str, matching(r"^--[a-z][^\n\r\x00]*$", "an option as '--mail-type=FAIL'")], ...
+    ] = ()
     # Directives to leave out, such as ``mem`` if a site refuses ``--mem``.
-    suppress: tuple[Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]*$")], ...] = ()
+    suppress: tuple[
+        Annotated[str, matching(r"^[a-z][a-z-]*$", "a directive's name without dashes")], ...
+    ] = ()
     # Shell lines before the workers start, such as ``module load apptainer``.
     prologue: tuple[Line, ...] = ()
     # Slurm option that requests GPUs.
     gpu_request: Literal["gres", "gpus-per-task", "gpus-per-node"] = "gres"
     # As in ``--gres=gpu:TYPE:N``.
-    gpu_type: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+    gpu_type: Annotated[str, matching(r"^[A-Za-z0-9_.-]+$", "a type as 'a100'")] | None = None
     # Network interface, or network as ``10.0.0.0/24``, of links between nodes.
     interface: Word | None = None
     # Folder on each node's own disk, for temporary files; the shell of the batch script expands
     # variables in it, on the job's first node.
-    scratch: Annotated[str, StringConstraints(pattern=r"^[/$][^\s'\"\\`:,]*$")] | None = None
+    scratch: (
+        Annotated[
+            str,
+            matching(
+                r"^[/$][^\s'\"\\`:,]*$", "a path from '/' or a variable, without spaces, quotes"
+            ),
+        ]
+        | None
+    ) = None
     binds: tuple[Line, ...] = ()  # folders in containers at the same path; ``PATH:ro``: read-only
     container_args: tuple[Line, ...] = ()  # of ``apptainer run``
     python: Line | None = None  # with dnictl, on the nodes; None: the submitting one

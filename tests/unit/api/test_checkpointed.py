@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dni_runtime.api.checkpointed import Checkpointed
+from dni_runtime.api.checkpointed import Checkpointed, check_ending
 from dni_runtime.core import training
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.evaluation import evaluate
 from dni_runtime.data import open_data
-from dni_runtime.errors import DataError, SpecError
+from dni_runtime.errors import DataError, SpecError, UnavailableError
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.initial import _stored
 from dni_runtime.plan.prepare import prepare
@@ -91,3 +91,9 @@ def test_a_part_that_becomes_a_link(tmp_path: Path) -> None:
         dict(_stored(run.directory.root, ("init", "file")))
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
     assert dict(_stored(tmp_path / "model.safetensors", ("init", "file")))
+
+
+def test_onnx_may_not_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dni_runtime.api.checkpointed.find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match="onnx and onnxscript are not installed"):
+        check_ending(tmp_path / "net.onnx", state_dict=False)

@@ -13,7 +13,7 @@ import pytest
 from dni_runtime import __version__
 from dni_runtime.errors import DniError
 from dni_runtime.run.record import Record
-from dnictl.main import ALIASES, COMMANDS, cli
+from dnictl.main import ALIASES, COMMANDS, GROUPS, cli
 from dnictl.runs import WAIT_TIMEOUT
 from tests.unit.cli.conftest import Dnictl
 
@@ -34,11 +34,23 @@ def test_aliases_name_the_command(dnictl: Dnictl) -> None:
 
 
 def test_the_list_of_commands(dnictl: Dnictl) -> None:
-    out = dnictl("--help").out.split("Commands:")[1]
+    out = dnictl("--help").out.split("--help  Show")[1]
+    assert [line[:-1] for line in out.splitlines() if line[:1].isalpha()] == [*GROUPS]
     listed = [line.split()[0] for line in out.splitlines() if line[2:3].isalpha()]
     assert [name for name in listed if name in COMMANDS] == [
         n for n in COMMANDS if n not in ("supervise", "reference")
     ]
+    assert "..." not in out  # each summary fits a terminal of 80 columns
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("statsu", "status"), ("chekc", "check"), ("bench modul", "module"), ("up --jsn", "--json")],
+)
+def test_a_misspelt_command_or_option(typed: str, meant: str, dnictl: Dnictl) -> None:
+    result = dnictl(*typed.split())
+    assert result.code == 64
+    assert f"Did you mean {meant!r}?" in result.err
 
 
 def test_commands_and_exit_codes_are_documented() -> None:

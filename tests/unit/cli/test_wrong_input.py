@@ -23,6 +23,29 @@ WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
         ("- BatchNorm1d: {num_features: 32}", "- BatchNorm9d: {num_features: 32}"), UP, 78,
         ["chain.yaml:11: modules[0].layers[1]", "unknown layer 'BatchNorm9d'", "did you mean"],
     ),
+    "a layer in other letters": (
+        ("- ReLU", "- Relu"), ("validate",), 78, ["chain.yaml:12", "did you mean 'ReLU'?"],
+    ),
+    "a word for a number": (
+        ("epochs: 2", "epochs: two"), UP, 78, ["chain.yaml:4: epochs: 'two' is not a whole number"],
+    ),
+    "too small": (("epochs: 2", "epochs: 0"), UP, 78, ["chain.yaml:4: epochs: 0 is not at least"]),
+    "a name of other letters": (
+        ("name: small", "name: Small_1"), UP, 78,
+        ["'Small_1' is not a name of at most 40 lower-case letters, digits and inner dashes"],
+    ),
+    "a word for an optimizer's number": (
+        ("lr: 0.002", "lr: fast"), UP, 78,
+        ["chain.yaml:6: defaults.optimizer.Adam.lr", "Adam needs a number as 'lr', not 'fast'"],
+    ),
+    "a word for a layer's number": (
+        ("in_features: 64", "in_features: many"), UP, 78,
+        ["chain.yaml:10", "Linear needs a number as 'in_features', not 'many'"],
+    ),
+    "rows from pictures": (
+        ("flatten: true", "flatten: false"), ("validate",), 78,
+        ["chain.yaml:10", "it gets float32[B x 1 x 8 x 8]", "'flatten: true' in 'data'"],
+    ),
     "misspelt keyword of a layer": (
         ("out_features: 10", "out_feature: 10"), UP, 78,
         ["chain.yaml:15: modules[1].layers[0].Linear", "'out_feature'", "out_features"],
@@ -139,7 +162,9 @@ def test_wrong_chain_or_command(
 # How the run is, the command, its exit code, and what the message must say.
 WRONG_OF_A_RUN: list[tuple[str, tuple[str, ...], int, list[str]]] = [
     ("new", ("wait",), 64, ["its workers are started by hand"]),
-    ("new", ("export", "-o", "m"), 74, ["no complete checkpoint"]),
+    ("new", ("export", "-o", "m.pt2"), 74, ["no complete checkpoint"]),
+    ("new", ("export", "-o", "m.pt"), 64, ["'m.pt'", ".safetensors, .pt2", "--state-dict is for"]),
+    ("new", ("export", "-o", "m.onnx", "--state-dict"), 64, ["'m.onnx'", ".safetensors, .pt"]),
     ("new", ("export", "-o", "chain.yaml"), 64, ["already exists", "--force"]),
     ("new", ("status", "nothing"), 64, ["'nothing'"]),
     ("finished", ("restart", "top"), 64, ["'small-1' is finished", "dnictl status small-1"]),
@@ -187,7 +212,7 @@ def written(record: Record) -> dict[Path, int]:
 
 @pytest.mark.parametrize("command", [
     ("status",), ("logs",), ("stop",), ("wait",), ("resume",), ("restart", "top"), ("events",),
-    ("export", "-o", "x"), ("tensorboard",), ("scale", "auto"), ("balance",),
+    ("export", "-o", "x.pt2"), ("tensorboard",), ("scale", "auto"), ("balance",),
 ])  # fmt: skip
 def test_there_are_no_runs(command: tuple[str, ...], dnictl: Dnictl) -> None:
     check(dnictl(*command), 64, ["there are no runs in 'runs'"])
@@ -272,6 +297,6 @@ def test_an_image_of_another_spec(
 
 
 def test_an_unknown_command_and_option(dnictl: Dnictl) -> None:
-    assert dnictl("upp").code == 64
-    assert "No such command 'upp'" in dnictl("upp").err
+    assert dnictl("frobnicate").code == 64
+    assert "No such command 'frobnicate'.\n" in dnictl("frobnicate").err
     assert dnictl("up", "--backend", "docker").code == 64

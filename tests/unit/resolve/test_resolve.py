@@ -313,7 +313,7 @@ modules:
             "groups[0].options.Adam",
             "Invalid learning rate: -1",
         ),
-        ("groups: [{parameters: biases, options: {lr: x}}]", "groups[0].options.Adam", "'x'"),
+        ("groups: [{parameters: biases, options: {lr: x}}]", "groups[0].options.Adam.lr", "'x'"),
     ],
 )
 def test_values_of_schedules_and_groups(settings: str, path: str, words: str) -> None:

@@ -53,7 +53,12 @@ def test_exponents_are_numbers_and_words_stay_words() -> None:
         (("[{import: ", "[{Linear: 3}, {import: "), 11, None, ["Linear takes keywords"]),
         (('"mine:Head"', '"mine.Head"'), 11, None, ["'mine.Head'", "package.module:Class"]),
         (("name: mlp", "name: mlp\nname: x"), 2, "name", ["duplicate key 'name'"]),
-        (("name: mlp", "name: mlp\nlinks: {window: 0}"), 2, "links.window", ["0", "greater"]),
+        (
+            ("name: mlp", "name: mlp\nlinks: {window: 0}"),
+            2,
+            "links.window",
+            ["0 is not at least 1"],
+        ),
         (("name: mlp", "name: mlp\nlinks: {transport: udp}"), 2, None, ["'udp'", "'ipc'"]),
         (("name: mlp", "name: mlp\nlinks: {transport: ipc, port: 5000}"), 2, "links", ["'tcp'"]),
         (

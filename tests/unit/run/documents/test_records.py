@@ -29,9 +29,9 @@ def test_further_fields_are_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("[]", "valid dictionary"),
+        ("[]", "not a mapping"),
         ("{}", "nodes: 'nodes' is missing"),
-        ('{"format": 1, "nodes": 3}', "nodes: 3: input should be a valid tuple"),
+        ('{"format": 1, "nodes": 3}', "nodes: 3 is not a list"),
         ('{"format": 2, "nodes": [0]}', "format: 2 is not allowed here"),
     ],
 )

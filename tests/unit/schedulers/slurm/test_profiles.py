@@ -58,7 +58,8 @@ def test_an_unknown_name_gets_a_suggestion(folder: Path) -> None:
         ('scratch: "/a\';rm"', ["scratch"]),
         ("max_requeues: -1", ["max_requeues", "-1"]),
         ("account: [", ["not valid YAML"]),
-        ("- a", ["valid dictionary"]),
+        ("- a", ["not a mapping"]),
+        ("time: 4 hours", ["site.yaml:1: time", "'4 hours'", "time limit of Slurm's, as 4:00:00"]),
     ],
 )
 def test_a_wrong_profile_says_where_and_what(text: str, words: list[str]) -> None:
