@@ -1,7 +1,8 @@
-"""Workers that one ``mpirun`` or ``srun`` starts together: which one this process is, how they end.
+"""Workers that one launcher starts together: which one this process is, and how they end.
 
-All processes have the same command. The launcher's variables give each a rank, and the rank is its
-place in the run's list of workers, replicas included.
+``mpirun``, ``srun`` and an Indexed Job of Kubernetes give all processes the same command. The
+launcher's variables give each a rank, which is its place in the run's list of workers, replicas
+included.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ LAUNCHERS = (
         "SLURM_STEP_NUM_TASKS",
     ),  # srun with any --mpi; a batch script lacks the second
     ("PMIX_RANK", None),  # other launchers with PMIx, which has no variable for the size
+    ("JOB_COMPLETION_INDEX", None),  # an Indexed Job of Kubernetes: one pod for each rank
 )
 """Variables of rank and size. The first pair that is set counts: the innermost launcher's, because
 a batch script's ``mpirun`` inherits Slurm's variables."""

@@ -33,6 +33,8 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}  # in a batch script, beside 
         {"SLURM_PROCID": "2", "SLURM_NTASKS": "9", "SLURM_STEP_NUM_TASKS": "4"},
         {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "2"},
         {"PMIX_RANK": "2", **SLURM},
+        {"JOB_COMPLETION_INDEX": "2"},
+        {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "0"},
     ],
 )
 def test_a_rank_is_a_place_in_the_list_of_workers(environ: dict[str, str]) -> None:
