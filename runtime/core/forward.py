@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.finite import state_finite
-from dni_runtime.core.layers import build_module
+from dni_runtime.core.layers import build_module, load_initial
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.training import (
     module_seed,
@@ -50,6 +51,10 @@ class ModuleForward:
         self._changes_input: dict[bool, bool] = {}  # in train and in eval mode, once it is known
         self._precision = torch_dtype(spec.precision)
         self._dtype = torch_dtype(spec.output.dtype)
+
+    def load_initial(self, file: Path) -> None:
+        """Begin with the initial weights of a run; see :func:`~.layers.load_initial`."""
+        load_initial(self.layers, file)
 
     @property
     def evaluated(self) -> nn.Module:

@@ -24,7 +24,6 @@ from dni_runtime.core.backward import backward, changed_in_place, per_sample
 from dni_runtime.core.counters import StepCounters
 from dni_runtime.core.forward import Inputs, ModuleForward, as_inputs
 from dni_runtime.core.interfaces import Boundary, GradientInterface, Keep, build_interface
-from dni_runtime.core.layers import load_initial
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.metrics import accuracy
 from dni_runtime.core.optimization import Optimization, freeze
@@ -328,8 +327,7 @@ class ModuleStep(ModuleForward):
         return tuple(torch.full_like(x, math.nan) if one else None for x, one in wanted)
 
     def load_initial(self, file: Path) -> None:
-        """Begin with the initial weights of a run; see :func:`~.layers.load_initial`."""
-        load_initial(self.layers, file)
+        super().load_initial(file)
         if self.optimization.average is not None:
             self.optimization.average.module.load_state_dict(self.layers.state_dict())
         if self.shared is not None:

@@ -25,6 +25,7 @@ class LinkContract:
     labelled: bool  # whether labels travel
     gradient: TensorContract | None  # sent upstream as g; None if upstream needs none
     dtype: str  # compute type of the module at this end
+    predicts: bool  # batches are to be predicted, and have neither labels nor gradients
     messages: bool  # samples are words of messages; see EdgeSpec
     agreement: dict[str, str]  # what HELLO compares, in this order
 
@@ -44,6 +45,7 @@ class LinkContract:
         given = enumerate(edge.samples)
         label = spec.label if edge.labelled else NO_LABEL
         data = tuple(TensorContract(f"x{n}", one.dtype, one.shape, limit) for n, one in given)
+        elsewhere = "none: it predicts" if edge.predicts else "stays at the tail"
         return cls(
             source=edge.source,
             target=edge.target,
@@ -53,13 +55,14 @@ class LinkContract:
             labelled=edge.labelled,
             gradient=gradient,
             dtype="" if tensor is None else tensor.dtype,
+            predicts=edge.predicts,
             messages=edge.messages,
             agreement={
                 "chain": spec.chain,
                 "source": edge.source,
                 "target": edge.target,
                 "activation": "nothing" if tensor is None else str(tensor),
-                "label": str(spec.label) if edge.labelled else "stays at the tail",
+                "label": str(spec.label) if edge.labelled else elsewhere,
                 "activations on the wire": down,
                 "gradients on the wire": up,
                 "batch limit": str(spec.batch_limit),

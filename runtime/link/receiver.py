@@ -30,6 +30,7 @@ from dni_runtime.wire import (
     Kind,
     Mark,
     Message,
+    Mode,
     decode,
     encode,
     header_version,
@@ -121,7 +122,10 @@ class Receiver:
             if wrong:
                 raise WireError("shape", f"{wrong[0]} but {labels} in y")
             part, rows = samples_of(message)
-            if (rows is None) != self.contract.labelled:
+            predicts = message.mode is Mode.PREDICT
+            if predicts != self.contract.predicts:
+                raise WireError("mode", f"a batch of mode {message.mode.name}")
+            if (rows is None) != (self.contract.labelled or predicts):
                 raise WireError("body", "a BATCH needs its labels, or the place of its samples")
             if part is not None and part.first + labels > part.samples:
                 raise WireError("body", f"{labels} samples in part {tuple(part)} of a batch")

@@ -69,6 +69,7 @@ class EdgeSpec(Frozen):
     # Links between workers that it consists of; none: it is one link.
     lanes: tuple[LaneSpec, ...] = ()
     route: Route = ()  # as in ``LaneSpec``
+    predicts: bool = False  # only batches to predict travel, without labels and gradients
     # A sample is a word of a message; an answer has a length of its own then.
     messages: bool = False
 

@@ -125,6 +125,9 @@ class WorkerSpec(ModuleContent):
     """
 
     format: Literal[3] = 3
+    # The hash of the spec by which it was trained, and images are built: it only predicts. None: it
+    # trains.
+    trained: str | None = None
     initial: bool = False  # the run directory holds the module's initial weights
     late: int = Field(ge=0)  # batches by which gradients may come late
     retain: int = Field(default=0, ge=0)  # acknowledged messages kept for a neighbour that restarts

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,23 +14,22 @@ from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.step import ModuleStep, due
 from dni_runtime.core.training import empty_batch
 from dni_runtime.data import DataSource, Half, open_data
-from dni_runtime.errors import CheckpointError, StoppedError, UsageError
+from dni_runtime.errors import CheckpointError, StoppedError
 from dni_runtime.garbage import collect_as_usual
-from dni_runtime.link import InputLink, OutputLink, listen_address
 from dni_runtime.run.cuts import remove_temporaries
 from dni_runtime.run.documents.records import RunRecord
 from dni_runtime.run.keys import RunKeys
-from dni_runtime.run.rundir import RunDir, socket_folder
-from dni_runtime.spec import EdgeSpec, LinksSpec, WorkerSpec
+from dni_runtime.run.rundir import RunDir
+from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.device import choose_device
 from dni_runtime.worker.exchange import Exchange, exchange_spec
-from dni_runtime.worker.fanout import Fanout
-from dni_runtime.worker.join import Join
 from dni_runtime.worker.labels import Labels
+from dni_runtime.worker.links import WorkerLinks, link_settings
 from dni_runtime.worker.metrics import MetricsWriter
-from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
+from dni_runtime.worker.neighbours import withdraw
 from dni_runtime.worker.options import load_spec
+from dni_runtime.worker.predictor import Predictor
 from dni_runtime.worker.pushes import Pushes
 from dni_runtime.worker.rank import heeding_stop, start_of, wait_for_others
 from dni_runtime.worker.resume import AUTO, Start, begin, forget_later
@@ -46,6 +44,8 @@ log = logging.getLogger(__name__)
 
 def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
     """Serve one module until the chain has finished; a stop ends in ``StoppedError``.
+
+    A module that only predicts is finished when it is told to stop.
 
     ``began`` is the Unix time of the program's start.
     """
@@ -65,7 +65,8 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
             if (warning := replaced(os.environ)) is not None:
                 metrics.warn(warning)
             torch.set_num_threads(spec.cpus)
-            outcome = Worker(options, spec, run, metrics, stop, keys).live()
+            role = Worker if spec.trained is None else Predictor
+            outcome = role(options, spec, run, metrics, stop, keys).live()
     except BaseException as error:
         stopped = isinstance(error, StoppedError)
         metrics.set_state("stopped" if stopped else "failed", error)
@@ -121,12 +122,10 @@ class Worker:
         self._run = run
         self._metrics = metrics
         self._stop = stop
-        self._keys = keys
         self._device = choose_device(spec)
         self._step = ModuleStep(spec, self._device)
         torch.set_rng_state(self._step.random_state)
         record = RunRecord.load(run.record)
-        self._name = run.root.name if record is None else record.name
         # A manual start has no record: the modules are those that were served here.
         served = (file.stem for file in run.worker("x").parent.glob("*.json"))
         self._chain = sorted(served) if record is None else list(record.modules)
@@ -139,18 +138,7 @@ class Worker:
         metrics.progress = self._ledger.progress
         # on the CPU, where the labels are
         self._loss = ChainLoss(spec.loss, spec.prediction, spec.label)
-        self._neighbours = Neighbours(
-            spec,
-            run,
-            address=options.connect,
-            again=self._start.again,
-            stop=stop,
-            since=first or 0,
-        )
-        self._listening: dict[InputLink, EdgeSpec] = {}
-        self._input: Join | None = None
-        self._output: Fanout | None = None
-        self._exchange: Exchange | None = None
+        self._links = WorkerLinks(options, spec, run, keys, stop, self._start)
 
     def live(self) -> Stage:
         """Meet the neighbours, then train until the end of the stream; return how it ended."""
@@ -159,24 +147,23 @@ class Worker:
         source, labels = self._head_data(), self._tail_labels()
         metrics.now("start")
         try:
-            if self._spec.sources:
-                self._input = self._upstream()
-            self._exchange = self._with_replicas()
-            self._listen()
+            self._join_replicas()
+            self._links.listen()
+            # Only one worker of a module writes: a second one could not bind the address.
+            with contextlib.suppress(OSError):
+                remove_temporaries(self._run, [self._spec.module])
             metrics.set_state("connecting")
             metrics.loaded_at = time.time()
-            if self._input is not None and again and not self._go_on_after(self._input):
+            if not self._links.meet():
                 return _left_behind(self._spec, self._start)
-            self._connect()
-            if self._input is not None and not again:
-                self._neighbours.wait_for_upstream(self._input)
             if self._options.resume == AUTO and not again:  # the neighbours begin at the same cut
                 forget_later(self._run, self._spec, self._start)
             if self._stop():
                 raise StoppedError("stopped before training began")
             return self._train(source, labels)
         finally:
-            self._close()
+            self._ledger.close()
+            self._links.close()
 
     def _head_data(self) -> DataSource | None:
         if self._spec.head is None:
@@ -193,105 +180,30 @@ class Worker:
         root, seed = _source_root(self._run), self._spec.seed
         return Labels(open_data(data, root, seed=seed, half="labels"), self._loss)
 
-    def _upstream(self) -> Join:
-        links = [
-            [self._from(self._spec, link) for link in edge.links] for edge in self._spec.sources
-        ]
-        join = Join(links)
-        self._neighbours.callers.append(join)
-        return join
-
-    def _with_replicas(self) -> Exchange | None:
-        """Return what a replica shares with the others by: a process group, or links."""
+    def _join_replicas(self) -> None:
+        """Open what a replica shares with the others by: a process group, or links."""
         spec, shared = self._spec, self._step.shared
         if shared is None:
-            return None
+            return
+        beside = exchange_spec(spec, shared.words)
         exchange: Exchange
         if spec.backend is not None:
             from dni_runtime.worker.collective import Collective  # some builds of torch lack it
             from dni_runtime.worker.group import Group
 
-            links = _links(self._options, spec)
+            links = link_settings(self._options, spec)
             group = Group(
                 shared, spec, self._run, begun=self._start.begun, device=self._device, links=links
             )
             exchange = Collective(shared, group, self._stop)
         else:
-            beside = exchange_spec(spec, shared.words)
             exchange = (Exchange if shared.strategy.waits else Pushes)(
                 shared,
-                inputs=[self._from(beside, edge) for edge in beside.sources],
+                inputs=self._links.inputs(beside, beside.sources),
                 done=self._start.cut,
-                gone=self._neighbours.gone_for_good,
+                gone=self._links.neighbours.gone_for_good,
             )
-        self._neighbours.callers.append(exchange)
-        return exchange
-
-    def _from(self, spec: WorkerSpec, edge: EdgeSpec) -> InputLink:
-        """Return the end of a link that another worker opens."""
-        link = InputLink(
-            spec,
-            edge,
-            run=self._name,
-            received=self._start.cut,
-            again=self._start.again,
-            keys=self._keys,
-        )
-        self._listening[link] = edge
-        return link
-
-    def _to(self, spec: WorkerSpec, edge: EdgeSpec | None = None, *, next_id: int) -> OutputLink:
-        """Return the end of a link that this worker opens."""
-        return OutputLink(
-            spec,
-            edge,
-            run=self._name,
-            next_id=next_id,
-            keys=self._keys,
-            cut=None if self._start.again else self._start.cut,
-            attempt=self._options.attempt,
-        )
-
-    def _listen(self) -> None:
-        """Bind all links that others open, and say where."""
-        if self._listening:
-            addresses = _bind(self._listening, self._options, self._spec)
-            publish(self._run, self._spec, self._options.attempt, addresses, self._keys)
-        # Only one worker of a module writes: a second one could not bind the address.
-        with contextlib.suppress(OSError):
-            remove_temporaries(self._run, [self._spec.module])
-
-    def _go_on_after(self, input: Join) -> bool:
-        """Start where modules upstream can still send, which decides what can be sent on.
-
-        Returns False if one of them has finished.
-        """
-        if not self._neighbours.wait_for_upstream(input):
-            return False
-        received = input.received
-        input.start_after(received)
-        self._start.first_id = received + 1
-        if had := max(received, self._start.cut):
-            input.send_drained(had)  # it will not be trained on them again
-        return True
-
-    def _connect(self) -> None:
-        """Open the links downstream, and a replica's to the first one."""
-        spec, next_id = self._spec, self._start.first_id
-        if spec.targets:
-            self._output = Fanout(
-                [
-                    [self._to(spec, link, next_id=next_id) for link in edge.links]
-                    for edge in spec.targets
-                ]
-            )
-            for below in self._output.links:
-                self._neighbours.connect(below)
-        if self._exchange is not None and self._step.shared is not None:
-            beside = exchange_spec(spec, self._step.shared.words)
-            if beside.targets:
-                self._exchange.output = self._to(beside, next_id=self._start.cut + 1)
-                self._neighbours.connect(self._exchange.output)
+        self._links.share_by(exchange, beside)
 
     def _train(self, source: DataSource | None, labels: Labels | None) -> Stage:
         spec, metrics, start = self._spec, self._metrics, self._start
@@ -323,10 +235,10 @@ class Worker:
                 ledger=self._ledger,
                 stream=stream,
                 labels=labels,
-                input=self._input,
-                output=self._output,
-                exchange=self._exchange,
-                neighbours=self._neighbours,
+                input=self._links.input,
+                output=self._links.output,
+                exchange=self._links.exchange,
+                neighbours=self._links.neighbours,
             )
             collect_as_usual()
             outcome = server.serve()
@@ -340,38 +252,6 @@ class Worker:
             raise writer.failure
         return outcome
 
-    def _close(self) -> None:
-        self._ledger.close()
-        for link in (self._output, self._input, self._exchange):
-            if link is not None:
-                link.close()
-        folder = self._options.ipc
-        if self._options.first is None and folder:  # manual start: nobody else does it
-            with contextlib.suppress(OSError):
-                Path(folder).rmdir()
-
-
-def _bind(
-    links: Mapping[InputLink, EdgeSpec], options: WorkerStart, spec: WorkerSpec
-) -> dict[str, str]:
-    """Bind all links that others open; return their addresses, by the others' names."""
-    if options.listen is not None and len(links) > 1:
-        raise UsageError(
-            f"module {spec.module!r} has {len(links)} inputs, and '--listen' one address",
-            hint="use --transport, --interface and 'links.port'",
-        )
-    folder = Path(options.ipc) if options.ipc else socket_folder(Path(options.run))
-    addresses: dict[str, str] = {}
-    for link, edge in links.items():
-        first = not addresses
-        socket = spec.module if first else f"{spec.module}.{edge.number}"
-        wanted = options.listen or listen_address(
-            _links(options, spec), edge.number, folder, socket
-        )
-        addresses[edge.source] = link.bind(wanted)
-        log.info("module %s listens on %s", spec.module, addresses[edge.source])
-    return addresses
-
 
 def _left_behind(spec: WorkerSpec, start: Start) -> Stage:
     """Finish like the module upstream, unless the end of the stream is lost."""
@@ -383,12 +263,6 @@ def _left_behind(spec: WorkerSpec, start: Start) -> Stage:
         f"at {start.cut} of the stream, before its end",
         hint="continue from the newest complete checkpoint with 'dnictl resume'",
     )
-
-
-def _links(options: WorkerStart, spec: WorkerSpec) -> LinksSpec:
-    """The chain's links, with the command line's settings for the one from upstream."""
-    given = {"transport": options.transport, "interface": options.interface}
-    return spec.links.model_copy(update={k: v for k, v in given.items() if v is not None})
 
 
 def _source_root(run: RunDir) -> Path:

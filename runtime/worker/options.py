@@ -87,10 +87,11 @@ def _check_image(own: WorkerSpec, wanted: WorkerSpec, start: WorkerStart) -> Non
                 hint="use the images of this chain; 'dnictl mpi' prints the command",
             )
         wanted = _read_spec(path)
-    if own.hash != wanted.hash:
+    expected = wanted.trained or wanted.hash
+    if own.hash != expected:
         raise ImageError(
             f"the image is of another spec of module {own.module!r} (image {own.hash[:12]}, "
-            f"run {wanted.hash[:12]})",
+            f"run {expected[:12]})",
             hint="rebuild the images with 'dnictl build'",
         )
 

@@ -451,10 +451,10 @@ def test_an_evaluation_has_no_parts(pair: Pair) -> None:
 ROWS: list[Body] = ["train", 3, 12345, 1437, 360, 0]
 
 
-def without_labels(make_spec: MakeSpec) -> Receiver:
+def without_labels(make_spec: MakeSpec, *, predicts: bool = False) -> Receiver:
     spec = make_spec("tail")
     (edge,) = spec.sources
-    edge = edge.model_copy(update={"labelled": False})
+    edge = edge.model_copy(update={"labelled": False, "predicts": predicts})
     contract = LinkContract.of(spec, edge)
     return Receiver(contract, run="run", received=0, counters=LinkCounters())
 
@@ -498,6 +498,22 @@ def test_rows_that_cannot_be(make_spec: MakeSpec, rows: Body) -> None:
         with pytest.raises(WireError) as caught:
             receiver.handle(PEER, encode(unlabelled(1, body)))
         assert caught.value.reason == "body"
+
+
+def test_batches_to_predict_have_links_of_their_own(pair: Pair, make_spec: MakeSpec) -> None:
+    assert refused(pair, encode(batch(1, mode=Mode.PREDICT))) == "mode"
+    receiver = without_labels(make_spec, predicts=True)
+    assert receiver.contract.agreement["label"] == "none: it predicts"
+    receiver.peer = PEER
+    asked = replace(unlabelled(1, {}), mode=Mode.PREDICT)
+    assert receiver.handle(PEER, encode(asked)) is not None
+    for message, reason in (
+        (unlabelled(2, {}), "mode"),
+        (replace(asked, id=2, body={"rows": ROWS}), "body"),
+    ):
+        with pytest.raises(WireError) as caught:
+            receiver.handle(PEER, encode(message))
+        assert caught.value.reason == reason
 
 
 def test_rows_are_for_links_without_labels(pair: Pair) -> None:

@@ -1,0 +1,107 @@
+"""A trained chain that predicts: from the specs by which it trained to those by which it answers.
+
+A *front* takes the place of the data: it sends each module the inputs of the data that it takes,
+and the tail's outputs come back to it. To the others it is a worker, the first and the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from dni_runtime.spec.edge import EdgeSpec
+from dni_runtime.spec.worker import WorkerSpec
+
+FRONT = "front"
+"""The name of its worker."""
+
+
+def predicting(modules: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
+    """Return the modules' specs for a chain that only predicts, the front's before them.
+
+    Activations travel as in training; labels and gradients do not. Images stay the same: their
+    workers compare the hash by which the module was trained.
+    """
+    head, tail = modules[0], modules[-1]
+    if head.head is None or tail.tail is None:
+        raise ValueError("these are not all modules of a chain")
+    trained = [edge.number for module in modules for edge in module.sources]
+    numbers = count(max(trained, default=0) + 1)
+    samples = head.head.samples
+
+    def inputs(module: WorkerSpec, data: tuple[int, ...]) -> EdgeSpec:
+        """Return the link by which a module gets inputs of the data."""
+        return EdgeSpec(
+            source=FRONT,
+            target=module.module,
+            number=next(numbers),
+            tensor=None,
+            data=data,
+            samples=tuple(samples[one] for one in data),
+            **_PREDICTS,
+        )
+
+    back = EdgeSpec(
+        source=tail.module,
+        target=FRONT,
+        number=next(numbers),
+        tensor=tail.output,
+        outputs=tail.outputs,
+        **_PREDICTS,
+    )
+    links = head.links.model_copy(update={"window": _window(modules)})
+    served = []
+    for module in modules:
+        data = tuple(one for edge in module.sources for one in edge.data)
+        data = module.head.takes if module.head is not None else data
+        sources = [_activations(edge) for edge in module.sources if edge.tensor is not None]
+        sources += [inputs(module, data)] if data else []
+        targets = [_activations(edge) for edge in module.targets if edge.tensor is not None]
+        served.append(
+            module.model_copy(
+                update={
+                    "trained": module.hash,
+                    "sources": tuple(sources),
+                    "targets": tuple(targets) or (back,),
+                    "head": None,
+                    "tail": None,
+                    "replicas": 1,
+                    "elastic": {},
+                    "retain": 0,
+                    "links": links,
+                }
+            )
+        )
+    entries = [edge for module in served for edge in module.sources if edge.source == FRONT]
+    front = served[0].model_copy(
+        update={
+            "module": FRONT,
+            "layers": (),
+            "sources": (back,),
+            "targets": tuple(entries),
+            "outputs": (),
+            "initial": False,
+        }
+    )
+    return (front, *served)
+
+
+_PREDICTS: dict[str, Any] = {
+    "labelled": False,
+    "gradients": 0,
+    "bootstrapped": False,
+    "awaited": False,
+    "resend": 0,
+    "predicts": True,
+}
+
+
+def _activations(edge: EdgeSpec) -> EdgeSpec:
+    """Return a link for activations alone."""
+    return edge.model_copy(update=_PREDICTS | {"data": (), "samples": (), "lanes": ()})
+
+
+def _window(modules: Sequence[WorkerSpec]) -> int:
+    """Return a window for all batches that are on their way: they wait for the front's answer."""
+    return min(modules[0].links.window * (len(modules) + 1), 4096)
