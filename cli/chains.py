@@ -26,12 +26,12 @@ def _templates() -> list[str]:
 def _files(template: str, path: Path) -> dict[Path, str]:
     """Return a template's files: the chain file, and programs beside it."""
     folder = files("dni_runtime.definitions") / "chains"
-    found = {path: (folder / f"{template}.yaml").read_text("utf-8")}
+    texts = {path: (folder / f"{template}.yaml").read_text("utf-8")}
     beside = folder / template
     if beside.is_dir():
         programs = sorted(entry.name for entry in beside.iterdir() if entry.name.endswith(".py"))
-        found |= {path.parent / name: (beside / name).read_text("utf-8") for name in programs}
-    return found
+        texts |= {path.parent / name: (beside / name).read_text("utf-8") for name in programs}
+    return texts
 
 
 @click.command()

@@ -19,7 +19,7 @@ from dnictl.show import Column, answer, number, print_table, quantity
 
 if TYPE_CHECKING:
     from dni_runtime.api.doctor import Check
-    from dni_runtime.measure.network import Line, Measured
+    from dni_runtime.measure.network import HostPair, LineResult
     from dni_runtime.schedulers.slurm.allocation import Allocation
     from dni_runtime.spec.profile import ProfileSpec
 
@@ -69,7 +69,7 @@ def doctor(
             chain, interface=interface, profile_name=profile, data=data, as_json=as_json
         )
         return
-    if any(given is not None for given in (chain, interface, data)):
+    if any(option is not None for option in (chain, interface, data)):
         raise UsageError(
             "a chain, --interface and --data are for 'dnictl doctor --network'",
             hint="'dnictl validate CHAIN' checks a chain",
@@ -181,7 +181,7 @@ def _measure_network(
     else:
         where = f"job {allocation.job}: {', '.join(allocation.hosts)}"
     tell(f"measuring {where}")
-    links: list[Measured] = []
+    links: list[LineResult] = []
     for link in measure_lines(
         lines,
         lambda host: Peer() if allocation is None else step_on(allocation, host, profile.python),
@@ -192,7 +192,7 @@ def _measure_network(
         job = None if allocation is None else allocation.job
         print_json({"job": job, "links": [asdict(link) for link in links]})
     else:
-        columns: list[Column[Measured]] = [
+        columns: list[Column[LineResult]] = [
             Column("source", title="from"),
             Column("sink", title="to"),
             Column("transport", _over, title="over"),
@@ -220,7 +220,7 @@ def _lines(
     profile: ProfileSpec,
     data: Path | None,
     allocation: Allocation | None,
-) -> list[Line]:
+) -> list[HostPair]:
     from dni_runtime.measure import network
     from dni_runtime.plan.prepare import prepare
     from dni_runtime.schedulers.slurm.allocation import request_here
@@ -246,11 +246,11 @@ def _lines(
     return network.lines_between(allocation.hosts, interface)
 
 
-def _throughput(size: int) -> Column[Measured]:
+def _throughput(size: int) -> Column[LineResult]:
     return quantity(f"MB/s at {size >> 20} MB", lambda link: link.mb_per_s.get(size), number)
 
 
-def _over(link: Measured) -> str:
+def _over(link: LineResult) -> str:
     if link.address is None or link.transport == "ipc":
         return link.transport
     ip = link.address.removeprefix("tcp://").rpartition(":")[0]

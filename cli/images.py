@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from dni_runtime.image.build import BuildResult
     from dni_runtime.image.layers import ModuleBuild
     from dni_runtime.image.plan import BuildPlan
-    from dni_runtime.image.progress import Report, Step
-    from dni_runtime.plan.prepare import Prepared
+    from dni_runtime.image.progress import Reporter, Step
+    from dni_runtime.plan.prepare import CheckedChain
 
 
 @click.command()
@@ -172,7 +172,7 @@ def inspect(image: Path, as_json: bool) -> None:
     click.echo("\n" + yaml.safe_dump(seen.module, sort_keys=False, allow_unicode=True), nl=False)
 
 
-def _module_builds(prepared: Prepared) -> list[ModuleBuild]:
+def _module_builds(prepared: CheckedChain) -> list[ModuleBuild]:
     from dni_runtime import __version__
     from dni_runtime.image.layers import ModuleBuild
     from dni_runtime.wire import PROTOCOL_VERSION
@@ -223,7 +223,7 @@ def _show_result(result: BuildResult, out: Path, as_json: bool) -> None:
 
 
 @contextmanager
-def _reporting(verbose: bool) -> Iterator[Report]:
+def _reporting(verbose: bool) -> Iterator[Reporter]:
     """Progress on stderr: a live line per image on a terminal, plain lines elsewhere."""
     if verbose or not sys.stderr.isatty():
         yield _plain(verbose)
@@ -260,7 +260,7 @@ _QUIET_S = 15.0
 """Seconds between shown lines of a long build, without a terminal."""
 
 
-def _plain(verbose: bool) -> Report:
+def _plain(verbose: bool) -> Reporter:
     shown = time.monotonic()
 
     def report(step: Step) -> None:

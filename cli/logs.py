@@ -31,7 +31,7 @@ _STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """One line of a log; continuation lines carry the time of the line that they continue."""
 
     module: str
@@ -50,13 +50,13 @@ class Follower:
         self._lines = NewLines(path, offset=0 if tail is None else offset_of_last(path, tail))
         self._stamp: str | None = None
 
-    def new(self, *, all_of_it: bool = False) -> Iterator[Line]:
+    def new(self, *, all_of_it: bool = False) -> Iterator[LogLine]:
         """Yield added lines; with ``all_of_it`` also an unfinished last one."""
         for line in self._lines.read(all_of_it=all_of_it):
             text = line.decode(errors="replace")
             match = _STAMP.match(text)
             self._stamp = match[0] if match else self._stamp
-            yield Line(self._module, self._attempt, self._stamp, text)
+            yield LogLine(self._module, self._attempt, self._stamp, text)
 
 
 @click.command()
@@ -93,12 +93,12 @@ def logs(
     write = _json_line if as_json else _printer(modules)
     followers: dict[Path, Follower] = {}
 
-    def look(*, all_of_it: bool) -> Iterator[Line]:
+    def look(*, all_of_it: bool) -> Iterator[LogLine]:
         state = RunState.read(run.directory)
         for module in modules:
             known = state.modules.get(module)
-            own = known or Report.read(run.directory.worker(module))
-            latest = attempt or own.attempt or 1
+            report = known or Report.read(run.directory.worker(module))
+            latest = attempt or report.attempt or 1
             path = (
                 run.directory.supervisor_log
                 if module == SUPERVISOR
@@ -109,7 +109,7 @@ def logs(
         batches = [list(follower.new(all_of_it=all_of_it)) for follower in followers.values()]
         yield from heapq.merge(*batches, key=lambda line: line.time or "")
 
-    first: Iterator[Line] | deque[Line] = look(all_of_it=not follow)
+    first: Iterator[LogLine] | deque[LogLine] = look(all_of_it=not follow)
     if tail is not None:
         first = deque(first, maxlen=tail)
     for line in first:
@@ -137,24 +137,24 @@ def _whose(names: tuple[str, ...], runs: Path) -> tuple[Run, Sequence[str]]:
         if names[0] not in (*known, SUPERVISOR):
             run, names = chosen_run(names[0], runs), names[1:]
     run = run or chosen_run(None, runs)
-    found = [[name] if name == SUPERVISOR else run.workers_of(name) for name in names]
-    return run, [worker for some in found for worker in some] or run.modules
+    groups = [[name] if name == SUPERVISOR else run.workers_of(name) for name in names]
+    return run, [worker for some in groups for worker in some] or run.modules
 
 
-def _printer(modules: Sequence[str]) -> Callable[[Line], None]:
+def _printer(modules: Sequence[str]) -> Callable[[LogLine], None]:
     width = max(len(module) for module in modules)
     colours = dict(zip(modules, _COLOURS * (len(modules) // len(_COLOURS) + 1), strict=False))
 
     shown = printable if sys.stdout.isatty() else str  # a file keeps the log as it is
 
-    def write(line: Line) -> None:
+    def write(line: LogLine) -> None:
         prefix = f"{line.module:{width}} | " if len(modules) > 1 else ""
         click.echo(click.style(prefix, fg=colours[line.module]) + shown(line.line))
 
     return write
 
 
-def _json_line(line: Line) -> None:
+def _json_line(line: LogLine) -> None:
     click.echo(json.dumps(asdict(line), ensure_ascii=False))
 
 

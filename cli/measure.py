@@ -24,9 +24,9 @@ from dnictl.options import (
 from dnictl.show import Column, decimals, percent, print_table, quantity, thousands
 
 if TYPE_CHECKING:
-    from dni_runtime.measure.compare import Compared, Row, Trial
+    from dni_runtime.measure.compare import ComparedMetric, Row, Trial
     from dni_runtime.measure.module import ModuleCost, Spread
-    from dni_runtime.plan.prepare import Prepared
+    from dni_runtime.plan.prepare import CheckedChain
 
 
 @click.group()
@@ -247,10 +247,10 @@ def reference(run: Path, threads: int) -> None:
 
 
 def _train(
-    prepared: Prepared,
+    prepared: CheckedChain,
     method: str,
     seed: int,
-    metric: Compared,
+    metric: ComparedMetric,
     folder: Path,
     threads: int,
     *,

@@ -12,11 +12,11 @@ import click
 if TYPE_CHECKING:
     from dni_runtime.api.planning import PlannedRun
     from dni_runtime.api.run import Run
-    from dni_runtime.plan.prepare import Prepared
+    from dni_runtime.plan.prepare import CheckedChain
     from dni_runtime.plan.settings import Site, StartSettings
 
 
-Wanted = Literal["auto", "process", "apptainer"]
+BackendChoice = Literal["auto", "process", "apptainer"]
 """Backends that a user can name."""
 
 
@@ -25,8 +25,8 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
     folder = Path(context.params.get("runs") or "runs")
     if not folder.is_dir():
         return []
-    found = [entry.name for entry in folder.iterdir() if os.path.isfile(entry / "run.json")]
-    return sorted(name for name in found if name.startswith(incomplete) and name.isprintable())
+    names = [entry.name for entry in folder.iterdir() if os.path.isfile(entry / "run.json")]
+    return sorted(name for name in names if name.startswith(incomplete) and name.isprintable())
 
 
 def complete_profiles(
@@ -123,7 +123,7 @@ def chosen_run(name: str | None, runs: Path) -> Run:
 
 def chosen_chain(
     file: Path, *, data: Path | None, carry: str | None = None, runs: Path = Path("runs")
-) -> Prepared:
+) -> CheckedChain:
     """Check a chain that is to be started.
 
     ``data`` replaces its ``data.path``; it goes on from the newest checkpoint of the run ``carry``.
@@ -150,7 +150,7 @@ def print_json(document: Any) -> None:
     click.echo(json.dumps(document, indent=2, ensure_ascii=False))
 
 
-def site_for(prepared: Prepared, settings: StartSettings) -> Site:
+def site_for(prepared: CheckedChain, settings: StartSettings) -> Site:
     """Check what this host, or a cluster that shares its files, offers a run."""
     from dni_runtime.plan.host import check_host
 
@@ -159,7 +159,7 @@ def site_for(prepared: Prepared, settings: StartSettings) -> Site:
     return site
 
 
-def planned_run(prepared: Prepared, settings: StartSettings) -> PlannedRun:
+def planned_run(prepared: CheckedChain, settings: StartSettings) -> PlannedRun:
     """Plan the first start of a run, and show what the user should know of this host."""
     from dni_runtime.api.planning import plan_run
 

@@ -46,12 +46,12 @@ def progress(run: Run, *, quiet: bool = False) -> Iterator[Progress]:
             def show(figures: RunFigures) -> None:
                 live.update(_picture(figures), refresh=True)
 
-            yield _Throttled(run, _LIVE_S, show)
+            yield _Throttle(run, _LIVE_S, show)
     else:
-        yield _Throttled(run, _PLAIN_S, PlainLines())
+        yield _Throttle(run, _PLAIN_S, PlainLines())
 
 
-class _Throttled:
+class _Throttle:
     """Reads and shows a run's figures at most every ``every_s`` seconds.
 
     A closed terminal or pipe, or a figure that cannot be read, does not end the run.
@@ -104,23 +104,23 @@ class PlainLines:
             click.echo(f"{figures.run}: {figures.state}{printable(why)}", err=True)
         evaluations = figures.evaluations
         if self._seen is None:  # shown by an earlier attempt
-            earlier = [one.time for one in evaluations if one.attempt < figures.attempt]
+            earlier = [result.time for result in evaluations if result.attempt < figures.attempt]
             self._seen = max(earlier, default=0.0)
-        for one in evaluations:
-            if one.time > self._seen:
-                self._seen = one.time
-                click.echo(self._line(one, figures, newest=one is evaluations[-1]), err=True)
+        for result in evaluations:
+            if result.time > self._seen:
+                self._seen = result.time
+                click.echo(self._line(result, figures, newest=result is evaluations[-1]), err=True)
         if figures.test is not None and figures.test.time > self._seen:
             self._seen = figures.test.time
             click.echo(f"test: {', '.join(evaluation(figures.test))}", err=True)
 
-    def _line(self, one: Evaluation, figures: RunFigures, *, newest: bool) -> str:
-        parts = evaluation(one)
+    def _line(self, result: Evaluation, figures: RunFigures, *, newest: bool) -> str:
+        parts = evaluation(result)
         if newest and figures.samples_per_s is not None:
             parts.append(f"{number(figures.samples_per_s)} samples/s")
         if newest and figures.eta_s:
             parts.append(f"{duration(figures.eta_s)} left")
-        return f"epoch {one.epoch}/{figures.epochs}: {', '.join(parts)}"
+        return f"epoch {result.epoch}/{figures.epochs}: {', '.join(parts)}"
 
 
 def _picture(figures: RunFigures) -> RenderableType:

@@ -256,7 +256,7 @@ def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
     "apart loads them (.safetensors or .pt).",
 )  # fmt: skip
 @click.option(
-    "--from", "wanted", metavar="CUT",
+    "--from", "choice", metavar="CUT",
     help="Which checkpoint: its number, newest or best (default: the best if the chain selects "
     "one, else the newest).",
 )  # fmt: skip
@@ -271,7 +271,7 @@ def export(
     runs: Path,
     output: Path,
     state_dict: bool,
-    wanted: str | None,
+    choice: str | None,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -289,7 +289,7 @@ def export(
         raise UsageError(f"{str(output)!r} already exists", hint="--force replaces it")
     check_ending(output, state_dict=state_dict)
     its = chosen_run(run, runs)
-    cut, damaged = its.choose_cut(wanted, force=force)
+    cut, damaged = its.choose_cut(choice, force=force)
     for problem in damaged:
         click.secho(f"warning: {problem}; using checkpoint {cut}", err=True, fg="yellow")
     its.export(output, cut, force=force, state_dict=state_dict)

@@ -202,9 +202,10 @@ def modules_table(figures: RunFigures) -> Table:
         quantity("step", text=thousands),
         quantity("accuracy", accuracy, percent),
         *(
-            _column(one)
-            for one in figures_of(ModuleFigures)
-            if one.column and (one.kind == "gauge" or any(getattr(m, one.name) for m in modules))
+            _column(figure)
+            for figure in figures_of(ModuleFigures)
+            if figure.column
+            and (figure.kind == "gauge" or any(getattr(m, figure.name) for m in modules))
         ),
     ]
     return table(columns, modules)
@@ -225,8 +226,8 @@ def _count(count: int | None) -> str:
 
 
 def _loss(module: ModuleFigures) -> float | None:
-    found = module.diverged
-    diverged = module.loss is None and found is not None and found.what == "the loss"
+    cause = module.diverged
+    diverged = module.loss is None and cause is not None and cause.what == "the loss"
     return math.nan if diverged else module.loss
 
 
@@ -238,11 +239,11 @@ def waits(waiting: Mapping[str, float]) -> str:
     return f"{reason} {percent(waiting[reason], 0)}"
 
 
-def evaluation(one: Evaluation) -> list[str]:
+def evaluation(result: Evaluation) -> list[str]:
     """Return an evaluation's loss and, if it has one, accuracy."""
-    parts = [f"loss {number(one.loss)}"]
-    if one.accuracy is not None:
-        parts.insert(0, f"accuracy {percent(one.accuracy)}")
+    parts = [f"loss {number(result.loss)}"]
+    if result.accuracy is not None:
+        parts.insert(0, f"accuracy {percent(result.accuracy)}")
     return parts
 
 

@@ -21,7 +21,7 @@ from dnictl.options import (
 from dnictl.show import Column, documents, megabytes, print_table, quantity, thousands
 
 if TYPE_CHECKING:
-    from dni_runtime.split.part import Part
+    from dni_runtime.split.part import NetworkPart
 
 balance_option = click.option(
     "--balance", type=click.Choice(["time", "memory", "both"]), default="time", show_default=True,
@@ -37,16 +37,16 @@ def _mapping(text: str, option: str) -> dict[str, Any]:
     from dni_runtime.spec.load import parse_yaml
 
     try:
-        found = parse_yaml(text, option)[0]
+        value = parse_yaml(text, option)[0]
     except SpecError as error:
         raise UsageError(f"{option} {text!r}: {error.message}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UsageError(f"{option} {text!r} is not a mapping", hint=f"{option} '{{key: value}}'")
-    return found
+    return value
 
 
 def _names(text: str | None) -> tuple[str, ...]:
-    return tuple(one.strip() for one in text.split(",") if one.strip()) if text else ()
+    return tuple(name.strip() for name in text.split(",") if name.strip()) if text else ()
 
 
 @click.command()
@@ -87,13 +87,13 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
     from dni_runtime.plan.splitting import settings_of, split_chain
     from dni_runtime.split.part import doubt
 
-    given = options.pop("settings")
-    settings = settings_of(given) if given is not None else {}
-    data, own = options.pop("data"), settings.get("data")
-    if data is None and own is None:
+    file = options.pop("settings")
+    settings = settings_of(file) if file is not None else {}
+    data, configured = options.pop("data"), settings.get("data")
+    if data is None and configured is None:
         raise UsageError("no data is named", hint="--data mnist, or a 'data' in --settings FILE")
     if data is not None:
-        settings["data"] = {**(own if isinstance(own, dict) else {}), **_data(data)}
+        settings["data"] = {**(configured if isinstance(configured, dict) else {}), **_data(data)}
     args = options.pop("args")
     taken = split_chain(
         target,
@@ -106,7 +106,7 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
     )
     parts, warning = taken.parts, doubt(taken.parts)
     total = sum(part.busy_s for part in parts)
-    columns: list[Column[Part]] = [
+    columns: list[Column[NetworkPart]] = [
         Column("module", "name"),
         Column("after", title=""),
         Column("until", text=_end),
@@ -174,24 +174,24 @@ def balance(
         raise UsageError("--apply and --output exclude each other", hint="give one of them")
     run = None
     if target is not None and Path(target).is_file():
-        found = balance_chain(Path(target), balance, links)
+        proposal = balance_chain(Path(target), balance, links)
     else:
         run = chosen_run(target, runs)
-        found = run.balance(balance, links)
-    wanted = output is not None or (apply_it and found.worthwhile)
-    written = found.write(output, force=force) if wanted else None
-    recut = found.recut
+        proposal = run.balance(balance, links)
+    writes = output is not None or (apply_it and proposal.worthwhile)
+    written = proposal.write(output, force=force) if writes else None
+    recut = proposal.recut
     parts, better, seconds = recut.parts, recut.better, recut.seconds
     columns: list[Column[int]] = [
         Column("module", lambda n: parts[n].name),
-        Column("host", lambda n: found.hosts[n], lambda host: host or "?"),
+        Column("host", lambda n: proposal.hosts[n], lambda host: host or "?"),
         Column("until", lambda n: parts[n].until, _end),
         Column("better_until", lambda n: better[n].until, _end, title="better"),
         Column("seconds", lambda n: seconds[n], title=""),
-        Column("measured", lambda n: found.measured[n], title=""),
+        Column("measured", lambda n: proposal.measured[n], title=""),
         quantity(
             "ms a batch",
-            lambda n: f"{1e3 * seconds[n]:.1f}{'' if found.measured[n] else ' (estimated)'}",
+            lambda n: f"{1e3 * seconds[n]:.1f}{'' if proposal.measured[n] else ' (estimated)'}",
             in_json=False,
         ),
         quantity(
@@ -213,19 +213,19 @@ def balance(
     rows = range(len(parts))
     if as_json:
         print_json({
-            "modules": documents(columns, rows), "faster": found.faster,
-            "worthwhile": found.worthwhile, "file": None if written is None else str(written),
+            "modules": documents(columns, rows), "faster": proposal.faster,
+            "worthwhile": proposal.worthwhile, "file": None if written is None else str(written),
         })  # fmt: skip
         return
     print_table(columns, rows)
     click.echo(
         f"the slowest module takes {1e3 * max(seconds):.1f} ms for a batch; with better cuts "
-        f"{1e3 * max(recut.better_seconds):.1f} ms: {found.faster:.2f} times as many batches"
-        if found.worthwhile
+        f"{1e3 * max(recut.better_seconds):.1f} ms: {proposal.faster:.2f} times as many batches"
+        if proposal.worthwhile
         else "the cuts are as good as they can be, within 5 %"
         + (": nothing is written" if apply_it else "")
     )
-    if not any(found.measured):
+    if not any(proposal.measured):
         tell("times were measured on this machine, not in a run")
     if written is not None:
         click.echo(f"wrote {written}")
@@ -237,11 +237,11 @@ def _end(name: str | None) -> str:
     return name or "the end"
 
 
-def _milliseconds(part: Part) -> str:
+def _milliseconds(part: NetworkPart) -> str:
     return f"{1e3 * part.seconds:.0f} + {1e3 * part.interface_s:.0f}"
 
 
-def _interface(part: Part) -> str:
+def _interface(part: NetworkPart) -> str:
     if part.interface is None:
         return "loss"
     known = part.because in ("asked", "default")

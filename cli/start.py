@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from dni_runtime.errors import UsageError
 from dnictl.options import (
-    Wanted,
+    BackendChoice,
     backend_option,
     carry_option,
     chain_argument,
@@ -40,7 +40,7 @@ from dnictl.runs import conclude, go
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
     from dni_runtime.plan.plan import LaunchPlan
-    from dni_runtime.plan.prepare import Prepared
+    from dni_runtime.plan.prepare import CheckedChain
 
 
 @click.command()
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 @json_option
 def up(
     chain: Path,
-    backend: Wanted,
+    backend: BackendChoice,
     hosts: str | None,
     detach: bool,
     run_dir: Path | None,
@@ -196,7 +196,7 @@ def run(
     module: str,
     chain: Path,
     run_dir: Path,
-    backend: Wanted,
+    backend: BackendChoice,
     images: Path,
     data: Path | None,
     cut: str,
@@ -233,7 +233,7 @@ def run(
     root = run_dir.absolute()
     settings = StartSettings(root, backend, images, by_hand=True, resume=cut, log_level=log_level)
     planned = planned_run(prepared, settings)
-    (worker,) = (one for one in planned.plan.workers if one.module == module)
+    (worker,) = (worker for worker in planned.plan.workers if worker.module == module)
     argv = worker_argv(worker)
     if dry_run:
         click.echo(shlex.join(argv))
@@ -261,7 +261,7 @@ def run(
 @json_option
 def mpi(
     chain: Path,
-    backend: Wanted,
+    backend: BackendChoice,
     run_dir: Path | None,
     runs: Path,
     images: Path,
@@ -298,7 +298,7 @@ def mpi(
         click.echo(command)
 
 
-def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
+def _same_spec(prepared: CheckedChain, run_dir: Path, module: str) -> None:
     from dni_runtime.run.record import Record
 
     record = Record.read(run_dir)

@@ -12,7 +12,7 @@ import click
 
 from dni_runtime.errors import UnavailableError, UsageError
 from dnictl.options import (
-    Wanted,
+    BackendChoice,
     backend_option,
     carry_option,
     chain_argument,
@@ -32,7 +32,7 @@ from dnictl.options import (
 from dnictl.show import Column, percent, print_table, quantity
 
 if TYPE_CHECKING:
-    from dni_runtime.plan.prepare import Prepared
+    from dni_runtime.plan.prepare import CheckedChain
     from dni_runtime.schedulers.slurm.script import JobRequest
     from dni_runtime.spec.profile import ProfileSpec
 
@@ -79,7 +79,7 @@ def submit(
     time_limit: str | None,
     partition: str | None,
     costs: Path | None,
-    backend: Wanted,
+    backend: BackendChoice,
     dependency: str | None,
     wait_for_it: bool,
     dry_run: bool,
@@ -209,15 +209,15 @@ def list_profiles(as_json: bool) -> None:
     """
     from dni_runtime.schedulers.slurm.profiles import profile_files
 
-    found = profile_files()
+    profiles = profile_files()
     if as_json:
-        print_json({name: str(path) for name, path in found.items()})
+        print_json({name: str(path) for name, path in profiles.items()})
         return
     columns: list[Column[tuple[str, Path]]] = [
         Column("profile", lambda item: item[0]),
         Column("file", lambda item: item[1]),
     ]
-    print_table(columns, found.items())
+    print_table(columns, profiles.items())
 
 
 @profile.command("show")
@@ -237,7 +237,7 @@ def show_profile(name: str) -> None:
 
 def _request(
     root: Path,
-    prepared: Prepared,
+    prepared: CheckedChain,
     site_profile: ProfileSpec,
     *,
     nodes: int | None,
@@ -259,14 +259,14 @@ def _request(
             raise
         click.echo(f"dnictl: {error.message}: the nodes are not known here", err=True)
     if costs is not None:
-        found = measured_costs(costs, prepared.modules)
+        module_costs = measured_costs(costs, prepared.modules)
     else:
         with importing_from(prepared.base.absolute()):
-            found = estimated_costs(prepared.workers)
+            module_costs = estimated_costs(prepared.workers)
     return make_request(
         root, prepared, site_profile, python=sys.executable,
         python_path=os.environ.get("PYTHONPATH", ""), nodes=nodes, time_limit=time_limit,
-        partition=partition, costs=found, shapes=shapes,
+        partition=partition, costs=module_costs, shapes=shapes,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def row_of(parts: Sequence[TensorSpec]) -> TensorSpec:
     """
     if len(parts) == 1:
         return parts[0]
-    types = {one.dtype for one in parts}
+    types = {part.dtype for part in parts}
     dtype = parts[0].dtype if len(types) == 1 else "float32"
     return TensorSpec(shape=(sum(_sizes(parts)),), dtype=dtype)
 
@@ -36,16 +36,16 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     Each output gets its gradient as a tensor of its own, not as a part of the row: kernels may add
     up in another order if the samples do not lie side by side, and ``exact`` would not be exact.
     """
-    for one in tensors:
-        if one.requires_grad:
-            one.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
-    return torch.cat([one.reshape(len(one), -1) for one in tensors], 1)
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return torch.cat([tensor.reshape(len(tensor), -1) for tensor in tensors], 1)
 
 
 def unpack(row_BN: Tensor, outputs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
     """Return the outputs that :func:`pack` has laid one after the other, each as a new tensor."""
     rows = zip(torch.split(row_BN, _sizes(outputs), 1), outputs, strict=True)
-    return tuple(row.contiguous().reshape(len(row), *one.shape) for row, one in rows)
+    return tuple(row.contiguous().reshape(len(row), *output.shape) for row, output in rows)
 
 
 def taken(h_BH: Tensor, outputs: Sequence[TensorSpec], edge: EdgeSpec) -> Tensor:
@@ -53,7 +53,7 @@ def taken(h_BH: Tensor, outputs: Sequence[TensorSpec], edge: EdgeSpec) -> Tensor
     if not edge.takes:
         return h_BH
     tensors = unpack(h_BH, outputs)
-    some = [tensors[one] for one in edge.takes]
+    some = [tensors[index] for index in edge.takes]
     return some[0] if len(some) == 1 else pack(some)
 
 
@@ -66,10 +66,10 @@ def given_back(g: Tensor, outputs: Sequence[TensorSpec], edge: EdgeSpec) -> Tens
         return g
     whole = g.new_zeros(len(g), sum(_sizes(outputs)))
     rows = torch.split(whole, _sizes(outputs), 1)
-    carried = [outputs[one] for one in edge.takes]
-    found = torch.split(g.reshape(len(g), -1), _sizes(carried), 1)
-    for one, row in zip(edge.takes, found, strict=True):
-        rows[one].copy_(row)
+    carried = [outputs[index] for index in edge.takes]
+    gradients = torch.split(g.reshape(len(g), -1), _sizes(carried), 1)
+    for index, row in zip(edge.takes, gradients, strict=True):
+        rows[index].copy_(row)
     return whole
 
 
@@ -79,4 +79,4 @@ def no_labels(samples: int) -> Tensor:
 
 
 def _sizes(outputs: Sequence[TensorSpec]) -> list[int]:
-    return [math.prod(one.shape) for one in outputs]
+    return [math.prod(output.shape) for output in outputs]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dni_runtime.core.replication import Shared, Sync
+from dni_runtime.core.replication import SharedWeights, Sync
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import DataInfo, WorkerSpec, parse_chain
@@ -46,7 +46,7 @@ def learn(step: ModuleStep, id: int, x_BX: Tensor, target_BH: Tensor) -> None:
     step.late_gradient(id, h_BH - target_BH)
 
 
-def shared(step: ModuleStep) -> Shared:
+def shared(step: ModuleStep) -> SharedWeights:
     """Return what a replica shares."""
     assert step.shared is not None
     return step.shared

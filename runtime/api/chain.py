@@ -19,7 +19,7 @@ from dni_runtime.plan.create import run_root
 from dni_runtime.plan.prepare import prepare, prepare_again
 from dni_runtime.plan.settings import StartSettings
 from dni_runtime.split.balance import Balance
-from dni_runtime.split.part import Part, doubt
+from dni_runtime.split.part import NetworkPart, doubt
 
 if TYPE_CHECKING:
     from dni_runtime.plan.balancing import Proposal
@@ -47,7 +47,7 @@ class Chain:
 
     def __init__(self, path: Path | str = "chain.yaml", *, data: Path | str | None = None) -> None:
         self.prepared = prepare(Path(path), data=None if data is None else Path(data))
-        self.parts: tuple[Part, ...] = ()
+        self.parts: tuple[NetworkPart, ...] = ()
 
     @classmethod
     def from_modules(
@@ -83,10 +83,11 @@ class Chain:
 
         path = Path(path)
         folder, weights = path.parent.absolute(), path.with_suffix(".safetensors")
-        given = {
-            name: one if isinstance(one, str) else list(one) for name, one in (inputs or {}).items()
+        takes = {
+            name: value if isinstance(value, str) else list(value)
+            for name, value in (inputs or {}).items()
         }
-        unknown = set(given) - set(modules)
+        unknown = set(takes) - set(modules)
         if unknown:
             raise UsageError(f"'inputs' names {min(unknown)!r}, which is not one of the modules")
         if path.exists() and not path.read_text().startswith(_WRITTEN):
@@ -104,17 +105,17 @@ class Chain:
             "modules": [
                 {
                     "name": name,
-                    **({"inputs": names} if (names := given.get(name)) else {}),
-                    "layers": one.layers,
-                    **({"freeze": with_frozen(defaults, one.freeze)} if one.freeze else {}),
+                    **({"inputs": names} if (names := takes.get(name)) else {}),
+                    "layers": entry.layers,
+                    **({"freeze": with_frozen(defaults, entry.freeze)} if entry.freeze else {}),
                 }
-                for name, one in described.items()
+                for name, entry in described.items()
             ],
         }
         tensors = {
             f"{name}.{key}": value
-            for name, one in described.items()
-            for key, value in one.state.items()
+            for name, entry in described.items()
+            for key, value in entry.state.items()
         }
         write_atomic(weights, save(separate(tensors)))
         write_atomic(path, _WRITTEN + yaml.safe_dump(document, sort_keys=False), mode=0o644)
@@ -250,8 +251,8 @@ class Chain:
         Raises:
             DniError: The run cannot start here; says what is missing.
         """
-        given = {"epochs": epochs, "seed": seed}
-        update = {name: value for name, value in given.items() if value is not None}
+        options = {"epochs": epochs, "seed": seed}
+        update = {name: value for name, value in options.items() if value is not None}
         if epochs is not None and epochs < 1:
             raise UsageError(f"epochs={epochs}: a run has at least one")
         prepared = self.prepared

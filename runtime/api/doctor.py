@@ -104,8 +104,8 @@ def _namespaces() -> Check:
         "kernel.unprivileged_userns_clone": "0",
         "kernel.apparmor_restrict_unprivileged_userns": "1",
     }.items()
-    found = [f"{it} = {bad}" for it, bad in causes if _read("/proc/sys", *it.split(".")) == bad]
-    why = ", ".join(found) or "the kernel refuses them"
+    settings = [f"{it} = {bad}" for it, bad in causes if _read("/proc/sys", *it.split(".")) == bad]
+    why = ", ".join(settings) or "the kernel refuses them"
     hint = "ask the administrator to allow them, or to install Apptainer with its setuid part"
     return Check(name, "missing", why, "containers", hint)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.host import check_host
 from dni_runtime.plan.plan import LaunchPlan
-from dni_runtime.plan.prepare import Prepared, location_in
+from dni_runtime.plan.prepare import CheckedChain, location_in
 from dni_runtime.plan.settings import Site, StartRequest, StartSettings
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it imports what starts workers
 class PlannedRun:
     """A run that does not exist yet."""
 
-    prepared: Prepared
+    prepared: CheckedChain
     settings: StartSettings
     site: Site
     plan: LaunchPlan
@@ -53,7 +53,7 @@ class PlannedRun:
         return Launch.of(self.create(), self.plan)
 
 
-def plan_run(prepared: Prepared, settings: StartSettings) -> PlannedRun:
+def plan_run(prepared: CheckedChain, settings: StartSettings) -> PlannedRun:
     """Plan the first start of a run; writes nothing."""
     site = check_host(prepared.written, prepared.workers, settings, prepared.data, prepared.locate)
     request = StartRequest(prepared.chain, prepared.replicas, settings, site)

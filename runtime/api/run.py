@@ -17,7 +17,7 @@ from dni_runtime.measure.figures import MetricsReader, RunFigures
 from dni_runtime.plan.pace import balance_of
 from dni_runtime.run.cuts import check_cut, newest_cut, written_cuts
 from dni_runtime.run.documents.events import Event
-from dni_runtime.run.documents.records import JobRecord, Planned
+from dni_runtime.run.documents.records import JobRecord, PlanHeader
 from dni_runtime.run.documents.requests import Stop
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.lines import LineReader
@@ -189,7 +189,7 @@ class Run(Checkpointed):
         job, state = self.job, self.state()
         grace_s = timeout_s
         if grace_s is None:
-            grace_s = (Planned.peek(self.directory.plan) or Planned()).stop_grace_s
+            grace_s = (PlanHeader.peek(self.directory.plan) or PlanHeader()).stop_grace_s
         if state.phase == "unsupervised" and job is None:
             return end_leftovers(self.directory, state, grace_s + _STOP_TIMEOUT_S / 2)
         if not state.active:
@@ -327,7 +327,7 @@ class Run(Checkpointed):
         state = self._supervised("no supervisor can change the number of replicas")
         wanted = wanted_replicas(self.directory, elastic) | dict(replicas)
         ask_for(self.directory, replicas, balanced=balanced)
-        self._answered(state, lambda: RunState.read(self.directory).wanted == wanted)
+        self._answered(state, lambda: RunState.read(self.directory).scale == wanted)
         return wanted
 
     def balancing_replicas(self) -> dict[str, int]:

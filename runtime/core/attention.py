@@ -40,14 +40,14 @@ class AttentionWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def __init__(self, activations: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
-        self.found = False
+        self.attends = False
         self._kinds: Any = WeakTensorKeyDictionary()
         self.take(activations)
 
     def take(self, activations: Iterable[Tensor]) -> None:
         """Learn of further inputs of the layers; what they have computed stays what it is."""
-        for one in activations:
-            self._kinds.setdefault(one, _Kind.ACTIVATION)
+        for activation in activations:
+            self._kinds.setdefault(activation, _Kind.ACTIVATION)
 
     def __torch_dispatch__(
         self,
@@ -59,20 +59,22 @@ class AttentionWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         output = func(*args, **(kwargs or {}))
         packet = getattr(func, "overloadpacket", func)
         name = str(getattr(packet, "__name__", "")).removesuffix("_")
-        kinds = [self._kind(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        kinds = [
+            self._kind(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        ]
         together = _Kind.CONSTANT
         for kind in kinds:
             together |= kind
         if "attention" in name:  # a fused kernel
-            self.found = True
+            self.attends = True
         elif name in _PRODUCTS and sum(_Kind.ACTIVATION in kind for kind in kinds) > 1:
-            self.found |= _Kind.SHARES in together
+            self.attends |= _Kind.SHARES in together
             together |= _Kind.SCORES
         elif name in _SHARES and _Kind.SCORES in together:
             together |= _Kind.SHARES
-        for one in tree_leaves(output):
-            if isinstance(one, Tensor):
-                self._kinds[one] = together | self._kind(one)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                self._kinds[leaf] = together | self._kind(leaf)
         return output
 
     def _kind(self, tensor: Tensor) -> _Kind:
@@ -92,7 +94,7 @@ def run_watched(
     them.
     """
     # torch's attention layer is attention, too, if its queries are parameters.
-    watch.found |= any(isinstance(one, nn.MultiheadAttention) for one in modules)
+    watch.attends |= any(isinstance(module, nn.MultiheadAttention) for module in modules)
     with torch.no_grad():
         try:
             with watch:

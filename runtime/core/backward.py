@@ -59,6 +59,6 @@ class _Root(torch.autograd.Function):
         return h.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, one: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, g_loss: Tensor) -> tuple[Tensor, None]:
         (g,) = ctx.saved_tensors
         return g, None

@@ -92,16 +92,16 @@ class LocalChain(_OneProcess):
                 self.at = index
                 before = torch.get_rng_state()
                 torch.set_rng_state(step.random_state)  # as in a process of its own
-                given = inputs_of(self._workers, index, outputs, as_inputs(some), self._down)
-                outputs.append(step.forward(self._id, given, part))
+                inputs = inputs_of(self._workers, index, outputs, as_inputs(some), self._down)
+                outputs.append(step.forward(self._id, inputs, part))
                 gradients = step.update(y)  # a local head may draw, too
                 step.random_state = torch.get_rng_state()
                 torch.set_rng_state(before)
                 self._pass_up(index, self._id, gradients)
             self._deliver()
-            own = self.steps[-1].counters.loss
-            assert own is not None
-            loss += float(own) * len(y) / len(y_BY)
+            tail_loss = self.steps[-1].counters.loss
+            assert tail_loss is not None
+            loss += float(tail_loss) * len(y) / len(y_BY)
         # modules wait for gradients, unless none is on its way
         while any(step.blocked for step in self.steps) and any(self._late):
             self._now += 1
@@ -113,7 +113,7 @@ class LocalChain(_OneProcess):
         for source, edge, g_BX in zip(self._sources[index], edges, gradients, strict=False):
             if g_BX is not None:
                 above = self.steps[source].spec
-                place = [one.target for one in above.targets].index(edge.target)
+                place = [link.target for link in above.targets].index(edge.target)
                 g_BH = given_back(self._up(source, g_BX), above.outputs, edge)
                 total = self._sums[source].add(id, place, g_BH)
                 if total is not None:
@@ -133,14 +133,14 @@ class LocalChain(_OneProcess):
 def sources_of(workers: Sequence[WorkerSpec]) -> list[list[int]]:
     """Return for each module the numbers of those whose output it takes."""
     numbers = {worker.module: index for index, worker in enumerate(workers)}
-    return [[numbers[edge.source] for edge in one.sources if edge.tensor] for one in workers]
+    return [[numbers[edge.source] for edge in worker.sources if edge.tensor] for worker in workers]
 
 
 def data_of(worker: WorkerSpec) -> tuple[int, ...]:
     """Return which inputs of the data a module takes."""
     if worker.head is not None:
         return worker.head.takes
-    return tuple(one for edge in worker.sources for one in edge.data)
+    return tuple(number for edge in worker.sources for number in edge.data)
 
 
 def inputs_of(
@@ -154,13 +154,13 @@ def inputs_of(
 
     ``outputs`` are those of the modules before it.
     """
-    given = [
+    activations = [
         down(number, taken(h_BH, above.outputs, edge))
         for edge in workers[index].sources
         for number, (above, h_BH) in enumerate(zip(workers, outputs, strict=False))
         if edge.tensor and above.module == edge.source
     ]
-    return (*given, *(data[one] for one in data_of(workers[index])))
+    return (*activations, *(data[number] for number in data_of(workers[index])))
 
 
 def predict(modules: Sequence[ModuleForward], x: Inputs, down: Carry = _unchanged) -> Tensor:
@@ -186,7 +186,7 @@ def parts_of(
         end = min(first + size, samples)
         if count > 1 and samples - end == 1:
             end = samples
-        some, y = tuple(one[first:end] for one in as_inputs(x)), y_BY[first:end]
+        some, y = tuple(tensor[first:end] for tensor in as_inputs(x)), y_BY[first:end]
         shares = () if loss is None or count == 1 else loss.shares(y, y_BY)
         yield Part(first, samples, shares), some if isinstance(x, tuple) else some[0], y
         first = end
@@ -202,7 +202,9 @@ class Backprop(_OneProcess):
     def __init__(self, workers: Sequence[WorkerSpec], device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         alone = {"interface": None, "strategy": None}
-        self.steps = [ModuleStep(one.model_copy(update=alone), self.device) for one in workers]
+        self.steps = [
+            ModuleStep(worker.model_copy(update=alone), self.device) for worker in workers
+        ]
         self.model = nn.ModuleList(step.layers for step in self.steps)
         self.loss = self.steps[-1].loss
         self._workers, self._down = workers, _unchanged
@@ -211,7 +213,7 @@ class Backprop(_OneProcess):
     def train_batch(self, x: Inputs, y_BY: Tensor) -> Tensor:
         """Train on one batch; return the loss."""
         total = torch.zeros((), device=self.device)
-        xs, y_BY = tuple(one.to(self.device) for one in as_inputs(x)), y_BY.to(self.device)
+        xs, y_BY = tuple(tensor.to(self.device) for tensor in as_inputs(x)), y_BY.to(self.device)
         for part, some, y in parts_of(xs, y_BY, self._micro_batches, self.loss):
             loss = self.loss.of_part(self._forward(some), y, part)
             loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
@@ -228,9 +230,9 @@ class Backprop(_OneProcess):
         outputs: list[Tensor] = []
         for index, step in enumerate(self.steps):
             torch.set_rng_state(step.random_state)
-            given = inputs_of(self._workers, index, outputs, data)
+            inputs = inputs_of(self._workers, index, outputs, data)
             # Views: a loss scale is divided out at each module's own input.
-            outputs.append(step.activation(tuple(one.view_as(one) for one in given)))
+            outputs.append(step.activation(tuple(tensor.view_as(tensor) for tensor in inputs)))
             step.random_state = torch.get_rng_state()
         torch.set_rng_state(before)
         return outputs[-1]

@@ -32,7 +32,7 @@ def postpone_dynamo() -> None:
     """
     if not os.environ.get(QUICK_START) or _NAME in sys.modules:
         return
-    if not any(isinstance(one, _Finder) for one in sys.meta_path):
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
@@ -73,7 +73,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._found = True
             return ModuleSpec(_NAME, self)
         if fullname.startswith(f"{_NAME}.") and fullname in sys.modules:
-            return ModuleSpec(fullname, _Loaded(sys.modules[fullname]))
+            return ModuleSpec(fullname, _LoadedPart(sys.modules[fullname]))
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -83,7 +83,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.made = True  # type: ignore[attr-defined]  # it is a stand-in
 
 
-class _Loaded(importlib.abc.Loader):
+class _LoadedPart(importlib.abc.Loader):
     """A part that the real one loaded while the stand-in was found: it is not loaded again."""
 
     def __init__(self, module: ModuleType) -> None:

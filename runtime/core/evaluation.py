@@ -25,7 +25,7 @@ _NATS = "cross-entropy"
 """Name of the mean that ``OF_LOSS`` are computed from, if the loss is another."""
 
 
-class Evaluation:
+class EvaluationSums:
     """Sums of a loss and metrics over one evaluation, on the predictions' device.
 
     Means are over valid labels, as the loss of one large batch would be: batches weigh by their
@@ -58,7 +58,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sums so far, as JSON; waits for the device."""
-        sums = {name: [float(one) for one in pair] for name, pair in self._sums.items()}
+        sums = {name: [float(value) for value in pair] for name, pair in self._sums.items()}
         others = {name: metric.to_dict() for name, metric in self._others.items()}
         return {"samples": self.samples, "sums": sums, "others": others}
 
@@ -92,15 +92,15 @@ class Evaluation:
         losses = [name for name in self._sums if name.partition(".")[0] == "loss"]
         # As in training, a loss without a valid label adds nothing to the others.
         counted = [name for name in losses if len(losses) == 1 or self._sums[name][1]]
-        found = {"loss": sum(map(self._mean, counted)) if counted else math.nan}
+        results = {"loss": sum(map(self._mean, counted)) if counted else math.nan}
         for name in self._names:
             if name in self._others:
-                found[name] = self._others[name].result()
+                results[name] = self._others[name].result()
             else:
-                found[name] = (
+                results[name] = (
                     OF_LOSS[name](self._mean(nats)) if name in OF_LOSS else self._mean(name)
                 )
-        return found
+        return results
 
     def _add(self, name: str, total: Tensor, count: Tensor) -> None:
         total, count = total.double(), count.double()
@@ -123,10 +123,10 @@ def evaluate(
     batches: Iterable[tuple[Inputs, Tensor]],  # samples and labels
     worker: WorkerSpec,  # the tail
 ) -> dict[str, float]:
-    """Return loss and metrics of a whole network in eval mode; see :class:`Evaluation`."""
+    """Return loss and metrics of a whole network in eval mode; see :class:`EvaluationSums`."""
     assert worker.tail is not None
     loss = ChainLoss(worker.loss, worker.prediction, worker.label)
-    evaluation = Evaluation(loss, worker.tail.metrics)
+    evaluation = EvaluationSums(loss, worker.tail.metrics)
     with torch.no_grad():
         for x, y_BY in batches:
             evaluation.add(predict(x), y_BY)

@@ -48,7 +48,7 @@ class ExportedModule(Frozen):
     layers: tuple[LayerSpec, ...]
 
 
-class Exported(Frozen):
+class ExportHeader(Frozen):
     """What the metadata of a ``.safetensors`` file say of the network."""
 
     format: Literal[1] = 1
@@ -69,8 +69,8 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Mo
         load_trained(layers, worker, states)
         modules[worker.module] = layers
     names = list(modules)
-    sources = [[_source(one, names) for one in _inputs(worker, workers)] for worker in workers]
-    return connect(modules, sources, [data_of(one) for one in workers]).eval()
+    sources = [[_source(name, names) for name in _inputs(worker, workers)] for worker in workers]
+    return connect(modules, sources, [data_of(worker) for worker in workers]).eval()
 
 
 def load_trained(layers: nn.Module, worker: WorkerSpec, states: Mapping[str, Path]) -> None:
@@ -93,7 +93,7 @@ def trained_tensors(worker: WorkerSpec, states: Mapping[str, Path]) -> dict[str,
 
 def _inputs(worker: WorkerSpec, workers: Sequence[WorkerSpec]) -> list[str]:
     """Return what a module takes of others, as in ``chain.yaml``: each output by its name."""
-    outputs = {one.module: len(one.outputs) for one in workers}
+    outputs = {worker.module: len(worker.outputs) for worker in workers}
     return [
         f"{edge.source}.{which}" if outputs[edge.source] else edge.source
         for edge in worker.sources
@@ -127,7 +127,7 @@ def export_model(
     first = workers[0]
     if output.suffix in (".pt2", ".onnx"):
         assert first.head is not None
-        example = tuple(empty_batch(one, 2, "cpu") for one in first.head.samples)
+        example = tuple(empty_batch(sample, 2, "cpu") for sample in first.head.samples)
         try:
             with warnings.catch_warnings():
                 # torch's recurrent cells keep their weights in a list too; they are exported whole.
@@ -147,7 +147,7 @@ def export_model(
             content.write(_onnx(program))
         write_atomic(output, content.getvalue(), mode=0o644)
         return model
-    description = Exported(
+    description = ExportHeader(
         chain=first.chain,
         input=first.inputs[0],
         modules=tuple(
@@ -171,8 +171,8 @@ def _onnx(program: torch.export.ExportedProgram) -> bytes:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = torch.onnx.export(program, dynamo=True, verbose=False)
-        data: bytes = found.model_proto.SerializeToString()  # type: ignore[union-attr]
+            result = torch.onnx.export(program, dynamo=True, verbose=False)
+        data: bytes = result.model_proto.SerializeToString()  # type: ignore[union-attr]
     except Exception as error:
         raise UsageError(
             f"ONNX cannot express this network: {str(error).splitlines()[0]}",
@@ -218,7 +218,7 @@ def load_model(path: str | os.PathLike[str], *, trust: bool = False) -> nn.Modul
         return cast("nn.Module", torch.export.load(file).module())
     try:
         with safe_open(file, framework="pt") as reader:
-            description = Exported.model_validate_json((reader.metadata() or {})[METADATA])
+            description = ExportHeader.model_validate_json((reader.metadata() or {})[METADATA])
     except (OSError, SafetensorError, KeyError, ValidationError) as error:
         raise DataError(
             f"{str(file)!r} was not written by 'dnictl export': {error}",
@@ -234,30 +234,32 @@ def load_model(path: str | os.PathLike[str], *, trust: bool = False) -> nn.Modul
     except UsageError as error:
         raise UsageError(f"{str(file)!r}: {error.message}", hint=hint) from None
     except SpecError as error:
-        own = "the model uses classes of its own: put their source file on PYTHONPATH"
-        raise DataError(f"{str(file)!r}: {error.message}", hint=own if trust else None) from None
+        source_hint = "the model uses classes of its own: put their source file on PYTHONPATH"
+        raise DataError(
+            f"{str(file)!r}: {error.message}", hint=source_hint if trust else None
+        ) from None
     except (ValueError, RuntimeError) as error:
         raise DataError(f"{str(file)!r} is damaged: {error}") from None
     return model.eval()
 
 
-def _build(description: Exported) -> nn.Module:
+def _build(description: ExportHeader) -> nn.Module:
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     sources: list[list[tuple[int, int | None]]] = []
     data: list[list[int]] = []
-    for one in description.modules:
-        sources.append([_source(input, list(modules)) for input in one.inputs])
-        data.append(list(one.data))
-        modules[one.name] = build_layers(one.layers)
+    for module in description.modules:
+        sources.append([_source(input, list(modules)) for input in module.inputs])
+        data.append(list(module.data))
+        modules[module.name] = build_layers(module.layers)
     return connect(modules, sources, data)
 
 
 def _check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raise ``ValueError`` for a network that is larger than the tensors that come with it."""
     for name, value in model.state_dict().items():
-        given = tensors.get(name)
-        if not is_lazy(value) and (given is None or given.shape != value.shape):
-            there = "missing" if given is None else f"of shape {list(given.shape)}"
+        tensor = tensors.get(name)
+        if not is_lazy(value) and (tensor is None or tensor.shape != value.shape):
+            there = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
             raise ValueError(f"{name!r} has shape {list(value.shape)} and is {there}")
 
 
@@ -282,29 +284,32 @@ def connect(
     ``torch.fx.GraphModule`` with one argument for each input of the data. Its children have the
     modules' names. Tied parameters of :class:`~dni_runtime.network.piece.Piece` are one again.
     """
-    tie(one for module in modules.values() for one in module.modules())
+    tie(layer for module in modules.values() for layer in module.modules())
     plain = [
-        list(own) == ([(index - 1, None)] if index else []) for index, own in enumerate(sources)
+        list(links) == ([(index - 1, None)] if index else []) for index, links in enumerate(sources)
     ]
     if all(plain) and list(map(list, data)) == [[0], *[[]] * (len(data) - 1)]:
         return nn.Sequential(OrderedDict(modules))
     graph, root = fx.Graph(), nn.Module()
-    given = [
-        graph.placeholder(f"x{one}") for one in range(1 + max(max(own, default=0) for own in data))
+    inputs = [
+        graph.placeholder(f"x{number}")
+        for number in range(1 + max(max(numbers, default=0) for numbers in data))
     ]
     outputs: list[fx.Node] = []
-    readers = Counter(one for own in sources for one, _ in own)
-    for (name, layers), own, taken in zip(modules.items(), sources, data, strict=True):
+    readers = Counter(source for links in sources for source, _ in links)
+    for (name, layers), links, taken in zip(modules.items(), sources, data, strict=True):
         root.add_module(name, layers)
         values: tuple[Any, ...] = tuple(
-            outputs[one] if which is None else graph.call_function(getitem, (outputs[one], which))
-            for one, which in own
+            outputs[source]
+            if which is None
+            else graph.call_function(getitem, (outputs[source], which))
+            for source, which in links
         )
         values = tuple(  # a layer may change its input in place
-            graph.call_method("clone", (value,)) if readers[one] > 1 else value
-            for value, (one, _) in zip(values, own, strict=True)
+            graph.call_method("clone", (value,)) if readers[source] > 1 else value
+            for value, (source, _) in zip(values, links, strict=True)
         )
-        values += tuple(given[one] for one in taken)
+        values += tuple(inputs[number] for number in taken)
         for layer, _ in layers.named_children():  # only the first layer has several inputs
             values = (graph.call_module(f"{name}.{layer}", values),)
         outputs.append(values[0])

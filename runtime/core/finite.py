@@ -18,26 +18,28 @@ def finite(tensor: Tensor) -> bool:
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all values of several tensors on one device are finite; integers are."""
-    inexact = [one for one in tensors if one.is_floating_point() or one.is_complex()]
-    floating = [real(one.detach()) for one in inexact]
-    dense = [one.coalesce().values() if one.is_sparse else one for one in floating]
-    sums = [one.sum(dtype=_wide(one.dtype)) for one in dense]
+    inexact = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    floating = [real(tensor.detach()) for tensor in inexact]
+    dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in floating]
+    sums = [tensor.sum(dtype=_wide(tensor.dtype)) for tensor in dense]
     return not sums or math.isfinite(sums[0] if len(sums) == 1 else torch.stack(sums).sum())
 
 
 def state_finite(*modules: nn.Module) -> bool:
     """Whether all parameters and buffers of modules are finite, or masks in buffers."""
     return all_finite(
-        one for module in modules for one in module.parameters()
-    ) and all_finite_or_masks(one for module in modules for one in module.buffers())
+        tensor for module in modules for tensor in module.parameters()
+    ) and all_finite_or_masks(tensor for module in modules for tensor in module.buffers())
 
 
 def all_finite_or_masks(tensors: Iterable[Tensor]) -> bool:
     """Whether all values are finite, or minus infinity, which masks consist of."""
-    given = [one for one in tensors if one.is_floating_point() or one.is_complex()]
-    return all_finite(given) or all_finite(
-        one if one.is_complex() or one.is_sparse else one.masked_fill(one == -math.inf, 0)
-        for one in given
+    inexact = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    return all_finite(inexact) or all_finite(
+        tensor
+        if tensor.is_complex() or tensor.is_sparse
+        else tensor.masked_fill(tensor == -math.inf, 0)
+        for tensor in inexact
     )
 
 

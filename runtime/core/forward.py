@@ -82,12 +82,12 @@ class ModuleForward:
         layers = layers or self.layers
         training = getattr(layers, "training", self.layers.training)
         copies = self._changes_input.get(training, True)
-        given = tuple([x.clone() for x in xs]) if copies else xs
-        before = [x._version for x in given]
+        inputs = tuple([x.clone() for x in xs]) if copies else xs
+        before = [x._version for x in inputs]
         try:
             with self._autocast():
-                h_BH = cast("Tensor", layers(*given).to(self._dtype))
-            changes = [x._version for x in given] != before
+                h_BH = cast("Tensor", layers(*inputs).to(self._dtype))
+            changes = [x._version for x in inputs] != before
         except RuntimeError as error:
             changes = "leaf Variable" in str(error)
             if not changes:
@@ -114,9 +114,9 @@ class ModuleForward:
     def end_evaluation(self) -> None:
         """End an evaluation: recurrent layers start the next one with zeros."""
         for part in self.parts():
-            for one in part.modules():
-                if isinstance(one, Recurrent):
-                    one.end_evaluation()
+            for layer in part.modules():
+                if isinstance(layer, Recurrent):
+                    layer.end_evaluation()
 
     def forward_again(self, x: Inputs) -> Tensor:
         """Return the activation of a batch that the weights have already been trained on."""
@@ -129,19 +129,22 @@ class ModuleForward:
 
         Layers get copies of their buffers, which they may change or replace.
         """
-        owners = [(one._buffers, {**one._buffers}) for one in self.layers.modules()]
+        owners = [(layer._buffers, {**layer._buffers}) for layer in self.layers.modules()]
         copies = {
-            id(one): one.clone() for _, own in owners for one in own.values() if one is not None
+            id(buffer): buffer.clone()
+            for _, original in owners
+            for buffer in original.values()
+            if buffer is not None
         }
         state = random_state(self.device)
         try:
-            for buffers, own in owners:
-                buffers |= {name: copies.get(id(one)) for name, one in own.items()}
+            for buffers, original in owners:
+                buffers |= {name: copies.get(id(buffer)) for name, buffer in original.items()}
             yield
         finally:
             set_random_state(self.device, state)
-            for buffers, own in owners:
-                buffers |= own
+            for buffers, original in owners:
+                buffers |= original
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self._precision is torch.float32:

@@ -73,10 +73,10 @@ class Layers(nn.Sequential):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         first, *others = self
-        given: list[Tensor] = []
+        tensors: list[Tensor] = []
         for x, row in zip(inputs, self._rows, strict=True):
-            given += unpack(x, row) if row else (x,)
-        y: Tensor | Sequence[Tensor] = first(*given)
+            tensors += unpack(x, row) if row else (x,)
+        y: Tensor | Sequence[Tensor] = first(*tensors)
         for layer in others:
             y = layer(y)
         return y if isinstance(y, Tensor) else pack(y)
@@ -113,7 +113,7 @@ def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequentia
     return without_memory(build) if device == "meta" else build().to(device)
 
 
-def _build_sized(layers: Sequence[LayerSpec], given: Sequence[TensorSpec]) -> nn.Sequential:
+def _build_sized(layers: Sequence[LayerSpec], inputs: Sequence[TensorSpec]) -> nn.Sequential:
     """Build layers that do not change their input, and infer the sizes of lazy ones.
 
     ``given`` has one sample of each of their inputs.
@@ -122,7 +122,7 @@ def _build_sized(layers: Sequence[LayerSpec], given: Sequence[TensorSpec]) -> nn
     lazy = [p for p in built.parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
         with torch.no_grad():
-            some = [empty_batch(one, 1, lazy[0].device) for one in given]
+            some = [empty_batch(sample, 1, lazy[0].device) for sample in inputs]
             Layers(list(built.eval()), [()] * len(some))(*some)
         built.train()
     _spare_input(built)

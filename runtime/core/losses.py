@@ -107,8 +107,8 @@ class ChainLoss(nn.Module):
     @property
     def label_smoothing(self) -> float:
         """How much of the label is spread over all classes; 0 for other losses."""
-        given = getattr(self.function, "label_smoothing", 0.0) if self.is_cross_entropy else 0.0
-        return float(given)
+        smoothing = getattr(self.function, "label_smoothing", 0.0) if self.is_cross_entropy else 0.0
+        return float(smoothing)
 
     @property
     def is_plain(self) -> bool:
@@ -197,11 +197,11 @@ class ChainLoss(nn.Module):
 
         There is one for each loss of a sum; none if all are the part's share of the samples.
         """
-        found = tuple(
+        shares = tuple(
             min(float(loss.count(y)) / max(float(loss.count(whole)), _TINY), 1.0)
             for (loss, y), (_, whole) in zip(self.parts(y_BY), self.parts(whole_BY), strict=True)
         )
-        return () if set(found) == {len(y_BY) / len(whole_BY)} else found
+        return () if set(shares) == {len(y_BY) / len(whole_BY)} else shares
 
     def of_part(self, p_BP: Tensor, y_BY: Tensor, part: Part) -> Tensor:
         """Return what a part of a batch adds to the batch's loss."""
@@ -270,10 +270,10 @@ class SumOfLosses(nn.Module):
 
     def __init__(self, terms: Sequence[dict[str, Any]]) -> None:
         super().__init__()
-        self._terms = [_Term.model_validate(one) for one in terms]
+        self._terms = [_Term.model_validate(term) for term in terms]
         self.losses = nn.ModuleList(
-            ChainLoss(one.loss, one.prediction, one.label, ("losses", number, "loss"))
-            for number, one in enumerate(self._terms)
+            ChainLoss(term.loss, term.prediction, term.label, ("losses", number, "loss"))
+            for number, term in enumerate(self._terms)
         )
 
     def forward(self, p_BP: Tensor, y_BY: Tensor) -> Tensor:
@@ -291,14 +291,16 @@ class SumOfLosses(nn.Module):
     def _parts(
         self, p_BP: Tensor, y_BY: Tensor
     ) -> Iterator[tuple[float, ChainLoss, Tensor, Tensor]]:
-        for one, (loss, y) in zip(self._terms, self.labels(y_BY), strict=True):
-            yield one.weight, loss, _part(p_BP, one.prediction, one.prediction_at), y
+        for term, (loss, y) in zip(self._terms, self.labels(y_BY), strict=True):
+            yield term.weight, loss, _part(p_BP, term.prediction, term.prediction_at), y
 
     def labels(self, y_BY: Tensor) -> list[tuple[ChainLoss, Tensor]]:
         """Return each loss with its labels."""
         return [
-            (loss, _part(y_BY, one.label, one.label_at).to(torch_dtype(one.label.dtype)))
-            for one, loss in zip(self._terms, cast("Iterable[ChainLoss]", self.losses), strict=True)
+            (loss, _part(y_BY, term.label, term.label_at).to(torch_dtype(term.label.dtype)))
+            for term, loss in zip(
+                self._terms, cast("Iterable[ChainLoss]", self.losses), strict=True
+            )
         ]
 
 
@@ -324,10 +326,10 @@ def sum_of(
 ) -> Choice:
     """Return several losses as one."""
     terms = []
-    for number, one in enumerate(losses):
+    for number, entry in enumerate(losses):
         chosen = {}
         for field, parts in (("output", outputs), ("label", labels)):
-            index = getattr(one, field)
+            index = getattr(entry, field)
             if index >= len(parts):
                 raise SpecError(
                     f"there is no {field} {index}: "
@@ -339,17 +341,17 @@ def sum_of(
             first = sum(math.prod(part.shape) for part in parts[:index])
             chosen[field] = parts[index], first if len(parts) > 1 else None
         (prediction, prediction_at), (label, label_at) = chosen["output"], chosen["label"]
-        build_loss(one.loss, ("losses", number, "loss"))
+        build_loss(entry.loss, ("losses", number, "loss"))
         term = _Term(
-            loss=one.loss,
-            weight=one.weight,
+            loss=entry.loss,
+            weight=entry.weight,
             prediction=prediction,
             label=label,
             prediction_at=prediction_at,
             label_at=label_at,
         )
         terms.append(term.model_dump(mode="json"))
-    lost = set(range(len(outputs))).difference(one.output for one in losses)
+    lost = set(range(len(outputs))).difference(entry.output for entry in losses)
     if lost:
         raise SpecError(
             f"output {min(lost)} of the last module has no loss",

@@ -164,11 +164,11 @@ class TorchMetric:
         first = not self._metric._update_count
         for name, value in document["states"].items():
             now = getattr(self._metric, name)
-            own = torch.tensor(value, dtype=now.dtype, device=now.device)
+            merged = torch.tensor(value, dtype=now.dtype, device=now.device)
             if not first and document["updates"]:
-                own = self._metric._reductions[name](torch.stack([now, own]))
+                merged = self._metric._reductions[name](torch.stack([now, merged]))
             if first or document["updates"]:
-                setattr(self._metric, name, own)
+                setattr(self._metric, name, merged)
         self._metric._update_count += document["updates"]
 
     def check_merges(self, name: str, at: Location) -> None:
@@ -176,7 +176,7 @@ class TorchMetric:
         from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 
         merges = (dim_zero_sum, dim_zero_max, dim_zero_min)
-        if any(one not in merges for one in self._metric._reductions.values()):
+        if any(reduction not in merges for reduction in self._metric._reductions.values()):
             raise SpecError(
                 f"{name} cannot be put together from the parts of several replicas",
                 location=at,
@@ -226,7 +226,7 @@ def check_metrics(
     for number, metric in enumerate(metrics):
         at: Location = ("metrics", number)
         name = metric.name
-        if name in [one.name for one in metrics[:number]]:
+        if name in [other.name for other in metrics[:number]]:
             raise SpecError(f"duplicate metric {name!r}", location=at)
         if name not in METRICS:
             with torch.random.fork_rng(devices=[]):

@@ -216,13 +216,13 @@ class Optimization:
         finally:
             self.changed()
             with torch.no_grad():
-                for p, own in zip(self.parameters, now, strict=True):
-                    p.copy_(own)
+                for p, value in zip(self.parameters, now, strict=True):
+                    p.copy_(value)
 
     def _follow(self, average: AveragedModel) -> None:
-        for mean, own in zip(average.module.modules(), self._layers.modules(), strict=True):
-            if isinstance(own, Recurrent) and isinstance(mean, Recurrent):
-                mean.take_state(own)  # its size varies, which torch's copying does not expect
+        for mean, layer in zip(average.module.modules(), self._layers.modules(), strict=True):
+            if isinstance(layer, Recurrent) and isinstance(mean, Recurrent):
+                mean.take_state(layer)  # its size varies, which torch's copying does not expect
         average.update_parameters(self._layers)
 
     def _remember(self) -> None:
@@ -262,10 +262,10 @@ def _average(layers: nn.Module, decay: float) -> AveragedModel:
     Tensors that layers compute from their weights and keep, as ``torch.nn.utils.weight_norm`` does,
     are results, which torch does not copy; the copy computes its own.
     """
-    kept = [one for layer in layers.modules() for one in vars(layer).values()]
-    results = [one for one in kept if isinstance(one, Tensor) and not one.is_leaf]
+    kept = [value for layer in layers.modules() for value in vars(layer).values()]
+    results = [value for value in kept if isinstance(value, Tensor) and not value.is_leaf]
     try:
-        copied = copy.deepcopy(layers, {id(one): one.detach().clone() for one in results})
+        copied = copy.deepcopy(layers, {id(tensor): tensor.detach().clone() for tensor in results})
     except Exception as error:
         raise SpecError(
             f"an average of the weights needs a copy of the layers, which fails: {error}",
@@ -277,33 +277,33 @@ def _average(layers: nn.Module, decay: float) -> AveragedModel:
 
 def build_optimizers(spec: WorkerSpec, layers: nn.Module) -> dict[str, Optimizer]:
     """Build a module's optimizers: its own, and one for each group that has another."""
-    left = dict(trained_parameters(layers))
-    if not left:
+    remaining = dict(trained_parameters(layers))
+    if not remaining:
         return {}
     kinds, sparse = _kinds(layers), sparse_parameters(layers)
-    own: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
     others: dict[str, Optimizer] = {}
     for number, group in enumerate(spec.groups):
         at: Location = ("groups", number)
-        taken = [name for name in left if _matches(group.parameters, name, kinds)]
+        taken = [name for name in remaining if _matches(group.parameters, name, kinds)]
         if not taken:
             continue
-        params = [left.pop(name) for name in taken]
+        params = [remaining.pop(name) for name in taken]
         if group.optimizer is None:
             _check_options(spec, group, params, at, sparse)
-            own.append({"params": params, **group.options})
+            groups.append({"params": params, **group.options})
         else:
             others[f"group-{number}"] = build_optimizer(
                 group.optimizer, params, (*at, "optimizer"), sparse=sparse
             )
-    if left:
-        own.insert(0, {"params": list(left.values())})
-    if not own:
+    if remaining:
+        groups.insert(0, {"params": list(remaining.values())})
+    if not groups:
         return others
     try:
-        module = build_optimizer(spec.optimizer, own, ("optimizer",), sparse=sparse)
+        module = build_optimizer(spec.optimizer, groups, ("optimizer",), sparse=sparse)
     except SpecError as error:
-        raise _naming_refused(error, spec, left, sparse) from None
+        raise _naming_refused(error, spec, remaining, sparse) from None
     return {"module": module, **others}
 
 
@@ -346,9 +346,11 @@ def _check_options(
 ) -> None:
     """Check a group's options, which torch does not check."""
     cls = find_class(spec.optimizer.name, "optimizer", OPTIMIZERS, Optimizer, ("optimizer",))
-    check_keywords(cls, group.options, name=spec.optimizer.name, location=(*at, "options"), given=1)
-    own = Choice(name=spec.optimizer.name, args={**spec.optimizer.args, **group.options})
-    build_optimizer(own, params, (*at, "options"), sparse=sparse)
+    check_keywords(
+        cls, group.options, name=spec.optimizer.name, location=(*at, "options"), positional=1
+    )
+    choice = Choice(name=spec.optimizer.name, args={**spec.optimizer.args, **group.options})
+    build_optimizer(choice, params, (*at, "options"), sparse=sparse)
 
 
 def check_groups(groups: Sequence[GroupSpec], layers: Sequence[nn.Module], at: Location) -> None:
@@ -378,12 +380,12 @@ def _kinds(layers: nn.Module) -> dict[str, set[str]]:
     kinds: dict[str, set[str]] = {}
     for prefix, layer in layers.named_modules(remove_duplicate=False):
         for name, p in layer.named_parameters(recurse=False, remove_duplicate=False):
-            found = {"vectors" if p.dim() < 2 else "matrices" if p.dim() == 2 else "tensors"}
+            words = {"vectors" if p.dim() < 2 else "matrices" if p.dim() == 2 else "tensors"}
             if isinstance(layer, _NORMS):
-                found.add("norms")
+                words.add("norms")
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-                found = {"embeddings"}
+                words = {"embeddings"}
             if name.startswith("bias") or name.endswith("bias"):
-                found.add("biases")
-            kinds[f"{prefix}.{name}" if prefix else name] = found
+                words.add("biases")
+            kinds[f"{prefix}.{name}" if prefix else name] = words
     return kinds

@@ -55,7 +55,7 @@ class ForwardPasses:
         self._keep = keep
         self._version = version
         self._weights = {_memory(weight) for weight in module.layers.parameters()}
-        self._saved: list[ref[_Saved]] = []  # of the newest pass
+        self._saved: list[ref[_SavedTensor]] = []  # of the newest pass
         self._stash: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 
     def compute(
@@ -67,8 +67,8 @@ class ForwardPasses:
         gradients go back through the pass after an update of the weights.
         """
         if any(grads):
-            wanted = zip(xs, [*grads, *[False] * len(xs)], strict=False)
-            xs = tuple(x.detach().requires_grad_() if grad else x for x, grad in wanted)
+            inputs = zip(xs, [*grads, *[False] * len(xs)], strict=False)
+            xs = tuple(x.detach().requires_grad_() if grad else x for x, grad in inputs)
         if outlives and self._keep == "input":
             state = random_state(self._module.device)
             with torch.no_grad():
@@ -98,24 +98,24 @@ class ForwardPasses:
         with saved_tensors_hooks(pack, _unpack):
             yield
         buffers: set[int] = set()
-        for saved in filter(None, [one() for one in self._saved]):
+        for saved in filter(None, [reference() for reference in self._saved]):
             saved.changed = saved.value._version != saved.version
             if saved.version and not saved.changed:
-                buffers = buffers or {_memory(one) for one in self._module.layers.buffers()}
+                buffers = buffers or {_memory(buffer) for buffer in self._module.layers.buffers()}
                 if _memory(saved.value) in buffers:
                     saved.value = saved.value.clone()
 
-    def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor)
+    def _pack(self, tensor: Tensor) -> _SavedTensor:
+        saved = _SavedTensor(tensor)
         self._saved.append(ref(saved))
         return saved
 
-    def _pack_now(self, tensor: Tensor) -> _Saved | _Cast:
+    def _pack_now(self, tensor: Tensor) -> _SavedTensor | _Cast:
         """Refer to weights, so that their newest values are used."""
         weight = self._weight_cast_to(tensor)
         return self._pack(tensor) if weight is None else _Cast(weight, tensor)
 
-    def _pack_then(self, tensor: Tensor) -> _Saved | _View:
+    def _pack_then(self, tensor: Tensor) -> _SavedTensor | _View:
         """Copy weights, once for each of their versions."""
         weight = self._weight_cast_to(tensor)
         memory = _memory(tensor if weight is None else weight)
@@ -139,7 +139,7 @@ class ForwardPasses:
         return cast("Tensor", weight) if known else None
 
 
-class _Saved:
+class _SavedTensor:
     """A tensor that autograd saved, and whether the same pass has changed it in place since."""
 
     __slots__ = ("__weakref__", "changed", "value", "version")
@@ -177,7 +177,7 @@ class _Cast(_View):
         return self._memory.to(self._dtype).as_strided(*self._as)
 
 
-def _unpack(packed: _Saved | _View) -> Tensor:
+def _unpack(packed: _SavedTensor | _View) -> Tensor:
     return packed.tensor()
 
 
@@ -186,7 +186,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 @dataclass
-class Kept:
+class KeptBatch:
     """A batch, or a part of one, whose gradient is still to come."""
 
     h_BH: Tensor  # detached
@@ -205,7 +205,7 @@ class KeptBatches:
 
     def __init__(self, size: int | None) -> None:
         self.size = size
-        self._kept: OrderedDict[int, Kept] = OrderedDict()
+        self._kept: OrderedDict[int, KeptBatch] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -220,7 +220,7 @@ class KeptBatches:
         """Number of forward passes that gradients are still to go back through."""
         return sum(kept.forward is not None for kept in self._kept.values())
 
-    def add(self, id: int, kept: Kept) -> int:
+    def add(self, id: int, kept: KeptBatch) -> int:
         """Keep a batch; return how many are dropped for it."""
         self._kept[id] = kept
         dropped = 0 if self.size is None else max(len(self._kept) - self.size, 0)
@@ -228,7 +228,7 @@ class KeptBatches:
             self._kept.popitem(last=False)
         return dropped
 
-    def take(self, id: int) -> Kept | None:
+    def take(self, id: int) -> KeptBatch | None:
         """Return a batch, which is not kept any longer; None if it was not."""
         return self._kept.pop(id, None)
 

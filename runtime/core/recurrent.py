@@ -183,7 +183,7 @@ class Recurrent(nn.Module):
         """Return the outputs and the state after the last step."""
         cell = self.cell
         split = before_BS.view(-1, self._parts, cell.num_layers, cell.hidden_size)
-        parts = [one.contiguous() for one in split.permute(1, 2, 0, 3)]  # each (layers, B, H)
+        parts = [part.contiguous() for part in split.permute(1, 2, 0, 3)]  # each (layers, B, H)
         exact = contextlib.nullcontext() if _halves(x_BTC) else _full_precision(x_BTC)
         with exact:
             h_BTH, after = cell(x_BTC, tuple(parts) if self._parts == 2 else parts[0])
@@ -272,13 +272,13 @@ def _fitting(state_BS: Tensor, x_BTC: Tensor) -> Tensor:
 def _checked(cell: str, num_layers: int, synthetic: bool | dict[str, Any]) -> _RecurrentOptions:
     if not isinstance(synthetic, bool | dict):
         raise ValueError(f"synthetic: {synthetic!r} is not true, false or a mapping of options")
-    given = {
+    options = {
         "cell": cell,
         "num_layers": num_layers,
         "synthetic": {} if synthetic is True else synthetic or None,
     }
     try:
-        return _RecurrentOptions.model_validate(given)
+        return _RecurrentOptions.model_validate(options)
     except ValidationError as error:
         raise ValueError(_located(*explain_details(error, _RecurrentOptions))) from None
 

@@ -27,9 +27,9 @@ from dni_runtime.core.interfaces import Boundary, GradientInterface, Keep, build
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.metrics import accuracy
 from dni_runtime.core.optimization import Optimization, freeze
-from dni_runtime.core.passes import ForwardPass, ForwardPasses, Kept, KeptBatches
+from dni_runtime.core.passes import ForwardPass, ForwardPasses, KeptBatch, KeptBatches
 from dni_runtime.core.recurrent import Recurrent
-from dni_runtime.core.replication import Shared
+from dni_runtime.core.replication import SharedWeights
 from dni_runtime.core.training import seeded
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
@@ -78,9 +78,9 @@ class ModuleStep(ModuleForward):
             if spec.interface is not None:
                 interface = build_interface(spec.interface, Boundary.of(spec), ("interface",))
                 interface.to(self.device)
-                for one in interface.modules():
-                    if isinstance(one, GradientInterface):
-                        one.checks = spec.on_nan == "skip" or self.device.type == "cpu"
+                for part in interface.modules():
+                    if isinstance(part, GradientInterface):
+                        part.checks = spec.on_nan == "skip" or self.device.type == "cpu"
             self.loss = ChainLoss(spec.loss, spec.prediction, spec.label).to(self.device)
             self.random_state = state()
         self.interface = interface
@@ -94,9 +94,11 @@ class ModuleStep(ModuleForward):
         self._passes = ForwardPasses(self, keep, version=lambda: self.optimization.version)
         # Whether predictions are scores of classes, which have an accuracy.
         self.classifies = spec.classes is not None and (self.loss.scores or 0) >= spec.classes
-        self._recurrent = [one for one in self.layers.modules() if isinstance(one, Recurrent)]
+        self._recurrent = [layer for layer in self.layers.modules() if isinstance(layer, Recurrent)]
         # What the module's replicas share.
-        self.shared = None if spec.strategy is None else Shared(self, interface, self.optimization)
+        self.shared = (
+            None if spec.strategy is None else SharedWeights(self, interface, self.optimization)
+        )
         store = None if interface is None else interface.store
         store = store or math.ceil((spec.late + MARGIN) / max(spec.gradients_in, 1))
         self.kept = KeptBatches(store if spec.max_late is None else None)  # else waiting bounds it
@@ -162,7 +164,7 @@ class ModuleStep(ModuleForward):
     def _relays(self, answers: Sequence[bool]) -> list[bool]:
         """Return which of the wanted gradients need the true one from downstream."""
         edges = zip(answers, self.spec.sources, strict=True)
-        return [wanted and not edge.bootstrapped for wanted, edge in edges]
+        return [answer and not edge.bootstrapped for answer, edge in edges]
 
     def skip(self) -> Gradients:
         """Learn nothing from the batch of the last :meth:`forward`, instead of :meth:`update`.
@@ -192,11 +194,11 @@ class ModuleStep(ModuleForward):
                 loss.detach() if whole else loss.detach() * part.samples / len(y_BY)
             )
             backward(loss, None)
-            found = self._gradients(done, part, self._answers(id))
+            upstream = self._gradients(done, part, self._answers(id))
             if ends:
                 self._end_batch()
-            return found
-        kept = Kept(done.h_BH.detach(), y_BY, part, self._number)
+            return upstream
+        kept = KeptBatch(done.h_BH.detach(), y_BY, part, self._number)
         comes = due(id, self.spec.gradients_in)
         relays = self._relays(self._answers(id))
         later = comes and (self._applies or any(relays))
@@ -212,8 +214,10 @@ class ModuleStep(ModuleForward):
                 only = self._own_leaves()
                 only += [x for x, relay in now if x.requires_grad and not relay]
             backward(done.h_BH, g_BH / part.samples, inputs=only, retain=later)
-            wanted = zip(self._answers(id), relays, strict=True)
-            gradients = self._gradients(done, part, [one and not true for one, true in wanted])
+            answers = zip(self._answers(id), relays, strict=True)
+            gradients = self._gradients(
+                done, part, [answer and not true for answer, true in answers]
+            )
         if comes:
             self.counters.given_up += self.kept.add(id, kept)
         if ends and (self._signals or not self._applies):
@@ -295,21 +299,21 @@ class ModuleStep(ModuleForward):
             backward(h_BH, (g_BH - kept.g_BH) / samples, inputs=only)
         return self._gradients(done, kept.part, relays)
 
-    def _gradients(self, done: ForwardPass, part: Part, wanted: Sequence[bool]) -> Gradients:
+    def _gradients(self, done: ForwardPass, part: Part, answers: Sequence[bool]) -> Gradients:
         """Return the gradients that a backward pass has left at the inputs, zeros if it has not."""
-        found: list[Tensor | None] = []
-        for x, one in zip(done.xs, wanted, strict=False):  # inputs of the data come last
-            g_BX = torch.zeros_like(x) if one and x.grad is None else x.grad
-            found.append(per_sample(g_BX, part))
+        gradients: list[Tensor | None] = []
+        for x, answer in zip(done.xs, answers, strict=False):  # inputs of the data come last
+            g_BX = torch.zeros_like(x) if answer and x.grad is None else x.grad
+            gradients.append(per_sample(g_BX, part))
             x.grad = None  # sent once
-        return tuple(found)
+        return tuple(gradients)
 
     def _own_leaves(self) -> list[Tensor]:
         """Return what the module's own error signal is for, without its input."""
         starts = [layer.start for layer in self._recurrent if layer.start is not None]
         return [*self.optimization.parameters, *starts]
 
-    def _apply(self, kept: Kept, h_BH: Tensor, g_BH: Tensor, done: ForwardPass) -> None:
+    def _apply(self, kept: KeptBatch, h_BH: Tensor, g_BH: Tensor, done: ForwardPass) -> None:
         """Add a true gradient to its batch's; update the weights when that is complete."""
         if self._summed is not None and self._summed != kept.number:
             self._end_batch()  # parts of the one before have been lost
@@ -317,14 +321,14 @@ class ModuleStep(ModuleForward):
         backward(h_BH, g_BH / kept.part.samples)
         self._count_part(kept)
 
-    def _count_part(self, kept: Kept) -> None:
+    def _count_part(self, kept: KeptBatch) -> None:
         self._summed = kept.number
         if kept.part.ends_with(len(kept.h_BH)):
             self._end_batch()
 
     def _no_gradients(self, id: int, done: ForwardPass) -> Gradients:
-        wanted = zip(done.xs, self._answers(id), strict=False)
-        return tuple(torch.full_like(x, math.nan) if one else None for x, one in wanted)
+        pairs = zip(done.xs, self._answers(id), strict=False)
+        return tuple(torch.full_like(x, math.nan) if answer else None for x, answer in pairs)
 
     def load_initial(self, file: Path) -> None:
         super().load_initial(file)
@@ -342,7 +346,7 @@ class ModuleStep(ModuleForward):
     def parts(self) -> list[nn.Module]:
         """Return all that holds weights or statistics."""
         every = (self.layers, self.interface, self.optimization.average)
-        return [one for one in every if one is not None]
+        return [part for part in every if part is not None]
 
     def _end_batch(self) -> None:
         self._summed = None

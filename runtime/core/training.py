@@ -31,8 +31,8 @@ class _LayerWise(optim.Optimizer):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         for name, value in defaults.items():
             largest = 1.0 if name in ("momentum", "betas") else float("inf")
-            for one in value if name == "betas" else (value,):
-                if not 0 <= one < largest:
+            for number in value if name == "betas" else (value,):
+                if not 0 <= number < largest:
                     bound = " and less than 1" if largest == 1 else ""
                     raise ValueError(f"{name} is {value}, but must be at least 0{bound}")
         super().__init__(params, defaults)
@@ -209,9 +209,9 @@ def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) 
 def sparse_parameters(layers: nn.Module) -> frozenset[int]:
     """Return the ids of parameters whose gradients are sparse."""
     return frozenset(
-        id(one.weight)
-        for one in layers.modules()
-        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
+        id(layer.weight)
+        for layer in layers.modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
     )
 
 
@@ -236,7 +236,7 @@ def build_optimizer(
     args = dict(choice.args)
     params: list[Any] = list(parameters)
     every: list[nn.Parameter] = [
-        p for one in params for p in (one["params"] if isinstance(one, dict) else [one])
+        p for entry in params for p in (entry["params"] if isinstance(entry, dict) else [entry])
     ]
     if (
         "fused" in inspect.signature(cls).parameters
@@ -246,7 +246,7 @@ def build_optimizer(
     ):
         args["fused"] = True
     at = (*location, choice.name)
-    optimizer = call(cls, args, name=choice.name, location=at, given=(params,))
+    optimizer = call(cls, args, name=choice.name, location=at, positional=(params,))
     for group in optimizer.param_groups if cls is optim.SGD and args.get("fused") else ():
         if group["momentum"] and not group["dampening"]:
             for p in group["params"]:  # else it fails where one has a gradient later than others
@@ -263,15 +263,15 @@ def _try_a_step(
     with torch.device("cpu"):
         standing_in, also_sparse = [], set()
         for p in parameters:
-            one = nn.Parameter(torch.zeros([min(size, 2) for size in p.shape], dtype=p.dtype))
-            one.grad = torch.zeros_like(one)
+            stand_in = nn.Parameter(torch.zeros([min(size, 2) for size in p.shape], dtype=p.dtype))
+            stand_in.grad = torch.zeros_like(stand_in)
             if id(p) in sparse:
-                row = torch.zeros_like(one[:1]).detach()
-                one.grad = torch.sparse_coo_tensor(
-                    torch.tensor([[0]]), row, one.shape, check_invariants=True
+                row = torch.zeros_like(stand_in[:1]).detach()
+                stand_in.grad = torch.sparse_coo_tensor(
+                    torch.tensor([[0]]), row, stand_in.shape, check_invariants=True
                 )
-                also_sparse.add(id(one))
-            standing_in.append(one)
+                also_sparse.add(id(stand_in))
+            standing_in.append(stand_in)
         optimizer = build_optimizer(choice, standing_in, at[:-1], sparse=also_sparse)
         try:
             optimizer.step()
@@ -298,14 +298,14 @@ def build_schedule(
     cls = find_class(choice.name, "schedule", SCHEDULES, lr_scheduler.LRScheduler, location)
     at = (*location, choice.name)
     args = dict(choice.args)
-    given: list[Any] = [optimizer]
+    positional: list[Any] = [optimizer]
     if choice.name in _OF_SCHEDULES:
         inner = [
-            build_schedule(one, optimizer, (*at, "schedules", number))
-            for number, one in enumerate(_choices(args.pop("schedules", None), at))
+            build_schedule(schedule, optimizer, (*at, "schedules", number))
+            for number, schedule in enumerate(_choices(args.pop("schedules", None), at))
         ]
-        given = [optimizer, inner] if _OF_SCHEDULES[choice.name] else [inner]
-    made = call(cls, args, name=choice.name, location=at, given=given)
+        positional = [optimizer, inner] if _OF_SCHEDULES[choice.name] else [inner]
+    made = call(cls, args, name=choice.name, location=at, positional=positional)
     return cast("lr_scheduler.LRScheduler", made)
 
 
@@ -335,9 +335,9 @@ def split_like(row_N: Tensor, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     """Cut a row of real numbers into tensors like some parameters."""
     at = 0
     for p in parameters:
-        own = real(p.detach())
-        part = row_N[at : at + own.numel()].view_as(own).to(own)
-        at += own.numel()
+        p_real = real(p.detach())
+        part = row_N[at : at + p_real.numel()].view_as(p_real).to(p_real)
+        at += p_real.numel()
         yield torch.view_as_complex(part.clone()) if p.is_complex() else part
 
 

@@ -126,11 +126,11 @@ def candidates(environ: Mapping[str, str]) -> list[Path]:
     if chosen := environ.get("DNI_APPTAINER"):
         return [Path(chosen)]
     path = environ.get("PATH", os.defpath)
-    found = [shutil.which("apptainer", path=path)]
-    own = [Path(p) for p in (environ.get("DNI_APPTAINER_PREFIX"),) if p]
-    found += [str(p.expanduser() / "usr/bin/apptainer") for p in (*own, *SETUP_PREFIXES)]
-    found.append(shutil.which("singularity", path=path))
-    return [Path(f) for f in found if f is not None and os.access(f, os.X_OK)]
+    programs = [shutil.which("apptainer", path=path)]
+    prefixes = [Path(p) for p in (environ.get("DNI_APPTAINER_PREFIX"),) if p]
+    programs += [str(p.expanduser() / "usr/bin/apptainer") for p in (*prefixes, *SETUP_PREFIXES)]
+    programs.append(shutil.which("singularity", path=path))
+    return [Path(f) for f in programs if f is not None and os.access(f, os.X_OK)]
 
 
 def find_apptainer(environ: Mapping[str, str] | None = None) -> Apptainer:

@@ -20,7 +20,7 @@ from dni_runtime.image import apptainer, wheels
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.definition import render_base
 from dni_runtime.image.lock import LOCK_NAME, ImageLock, LockedBase, Wheel
-from dni_runtime.image.progress import Report, Step
+from dni_runtime.image.progress import Reporter, Step
 from dni_runtime.image.wheels import Wheelhouse, sha256_file
 from dni_runtime.spec import BaseSpec, ImageSpec
 
@@ -125,14 +125,14 @@ def debian_mirror(base: BaseSpec) -> str:
         )
     text = Path(program).read_text(encoding="utf-8", errors="replace")  # a shell script
     default = re.search(r"^DEF_MIRROR=[\"']?([^\"'\s]+)", text, re.M)
-    found = _host_mirror() or (default and default[1])
-    if found is None:
+    mirror = _host_mirror() or (default and default[1])
+    if mirror is None:
         raise SpecError(
             "no package mirror is known for debootstrap",
             location=("image", "base", "mirror"),
             hint="write the address of a Debian mirror there",
         )
-    return found
+    return mirror
 
 
 def _host_mirror() -> str | None:
@@ -171,7 +171,7 @@ def build_base(
     cache: Path,
     *,
     folder: Path,  # the chain's, base of relative paths
-    report: Report,
+    report: Reporter,
     test: bool = True,  # run the image's %test
     force: bool = False,  # even if it exists
     lock: ImageLock | None = None,  # whose base image to reproduce exactly
@@ -194,7 +194,7 @@ def build_base(
 
 
 def _build(
-    tool: Apptainer, plan: BasePlan, house: Wheelhouse, *, report: Report, test: bool
+    tool: Apptainer, plan: BasePlan, house: Wheelhouse, *, report: Reporter, test: bool
 ) -> LockedBase:
     assert plan.image is not None
     assert plan.content is not None

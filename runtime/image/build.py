@@ -23,7 +23,7 @@ from dni_runtime.image.base import BasePlan, build_base, plan_base
 from dni_runtime.image.layers import ModuleBuild
 from dni_runtime.image.lock import ImageLock, LockedImage, read_lock, write_lock
 from dni_runtime.image.plan import BuildOptions, ModulePlan, help_of, lock_to_keep, plan_modules
-from dni_runtime.image.progress import Report, Step, silent
+from dni_runtime.image.progress import Reporter, Step, silent
 from dni_runtime.image.wheels import host_machine, sha256_file
 from dni_runtime.spec import ImageSpec
 
@@ -43,7 +43,7 @@ def build_images(
     options: BuildOptions,
     *,
     tool: Apptainer,
-    report: Report = silent,
+    report: Reporter = silent,
 ) -> BuildResult:
     """Build those of a chain's images that are missing or outdated.
 
@@ -81,7 +81,7 @@ def _build(
     image: ImageSpec,
     options: BuildOptions,
     tool: Apptainer,
-    report: Report,
+    report: Reporter,
 ) -> BuildResult:
     old = read_lock(options.out)
     keep = lock_to_keep(old, options)
@@ -135,7 +135,7 @@ def _make(
     plan: ModulePlan,
     base: BasePlan | None,
     options: BuildOptions,
-    report: Report,
+    report: Reporter,
 ) -> LockedImage:
     """Build one module's image, or only sign it, or keep it."""
     name = plan.module.name
@@ -195,7 +195,7 @@ def _build_full(
     scratch: Path,
     image: Path,
     options: BuildOptions,
-    report: Report,
+    report: Reporter,
 ) -> None:
     assert plan.definition is not None
     (scratch / "base.sif").symlink_to(base)

@@ -16,7 +16,7 @@ from dni_runtime.image.wheels import sha256_file
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class Verification:
     """Result of verifying an image."""
 
     image: Path
@@ -25,7 +25,7 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspected:
+class Inspection:
     """Labels and spec of an image."""
 
     image: Path
@@ -73,12 +73,12 @@ def verify_image(
     *,
     key: Path | None = None,  # public, in PEM form; default: the local PGP keyring
     require_signature: bool = False,  # refuse unsigned images
-) -> Verified:
+) -> Verification:
     """Compare an image with its lock, and check its signature if it has, or must have, one."""
     entry = lock_entry(image)
     sha256 = verify_hash(image, entry)
     if entry.signed is None and not require_signature and key is None:
-        return Verified(image, sha256, signed=False)
+        return Verification(image, sha256, signed=False)
     if entry.signed is None:
         raise ImageError(f"{image} is not signed", hint="sign it: dnictl build --sign")
     if entry.signed == "pem" and key is None:
@@ -87,7 +87,7 @@ def verify_image(
             hint="give the public key: dnictl verify --key public.pem",
         )
     verify_signature(tool or apptainer.find_apptainer(), image, key=key)
-    return Verified(image, sha256, signed=True)
+    return Verification(image, sha256, signed=True)
 
 
 def verify_hash(image: Path, entry: LockedImage) -> str:
@@ -116,7 +116,7 @@ def verify_signature(tool: Apptainer, image: Path, *, key: Path | None = None) -
         ) from error
 
 
-def inspect_image(tool: Apptainer, image: Path) -> Inspected:
+def inspect_image(tool: Apptainer, image: Path) -> Inspection:
     """Read an image's labels and the spec of its module, without running the image."""
     if not image.is_file():
         raise DataError(f"{image} does not exist", hint="build it: dnictl build")
@@ -130,4 +130,4 @@ def inspect_image(tool: Apptainer, image: Path) -> Inspected:
             f"/{MODULE_JSON} in {image} is not a module's spec: {error}",
             hint="build the chain's images with: dnictl build",
         ) from error
-    return Inspected(image, labels, module)
+    return Inspection(image, labels, module)

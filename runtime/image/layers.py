@@ -58,25 +58,25 @@ def runtime_files(package: Path | None = None) -> Mapping[str, Path]:
     """Return the worker's part of the runtime: path below ``/opt/dni/runtime`` -> file."""
     root = package or Path(str(resources.files("dni_runtime")))
     # The package's own file imports what is above the worker, too, but only on use.
-    found, left = {root / "__init__.py"}, list(ENTRY_POINTS)
-    while left:
-        top, *inner = left.pop().split(".")
+    files, queue = {root / "__init__.py"}, list(ENTRY_POINTS)
+    while queue:
+        top, *inner = queue.pop().split(".")
         module = root.joinpath(*inner)
         for path in (module.with_suffix(".py"), module / "__init__.py"):
-            if top == "dni_runtime" and path.is_file() and path not in found:
-                found.add(path)
-                left += _imports(path.read_text(encoding="utf-8"))
-                left.append(".".join((top, *inner[:-1])))  # the package that it is in
-    for folder in {path.parent for path in found}:  # with the files that its modules read
-        found |= {path for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
-    return {f"dni_runtime/{path.relative_to(root).as_posix()}": path for path in sorted(found)}
+            if top == "dni_runtime" and path.is_file() and path not in files:
+                files.add(path)
+                queue += _imports(path.read_text(encoding="utf-8"))
+                queue.append(".".join((top, *inner[:-1])))  # the package that it is in
+    for folder in {path.parent for path in files}:  # with the files that its modules read
+        files |= {path for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
+    return {f"dni_runtime/{path.relative_to(root).as_posix()}": path for path in sorted(files)}
 
 
 def _imports(source: str) -> Iterator[str]:
     """Yield the names of what a module imports, on use too, but not for type checkers only."""
-    left: list[ast.AST] = [ast.parse(source)]
-    while left:
-        match left.pop():
+    queue: list[ast.AST] = [ast.parse(source)]
+    while queue:
+        match queue.pop():
             case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                 pass
             case ast.Import(names=aliases):
@@ -85,7 +85,7 @@ def _imports(source: str) -> Iterator[str]:
                 yield module
                 yield from (f"{module}.{alias.name}" for alias in aliases)
             case node:
-                left += ast.iter_child_nodes(node)
+                queue += ast.iter_child_nodes(node)
 
 
 def layer_files(module: ModuleBuild, runtime: Mapping[str, Path]) -> dict[str, bytes]:

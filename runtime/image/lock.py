@@ -14,11 +14,11 @@ from dni_runtime.errors import ImageError
 LOCK_NAME = "dni.lock"
 
 
-class _Frozen(BaseModel):
+class _LockModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Wheel(_Frozen):
+class Wheel(_LockModel):
     """A wheel, in the base image or to install there."""
 
     name: str
@@ -27,7 +27,7 @@ class Wheel(_Frozen):
     sha256: str
 
 
-class LockedBase(_Frozen):
+class LockedBase(_LockModel):
     """The base image."""
 
     content: str  # hash of its inputs (definition, wheels); its name in the cache
@@ -38,7 +38,7 @@ class LockedBase(_Frozen):
     mirror: str | None = None  # Debian's, for debootstrap
 
 
-class LockedImage(_Frozen):
+class LockedImage(_LockModel):
     """A module's image."""
 
     image: str  # file name, in the lock's folder
@@ -51,7 +51,7 @@ class LockedImage(_Frozen):
     signed: Literal["pgp", "pem"] | None = None
 
 
-class ImageLock(_Frozen):
+class ImageLock(_LockModel):
     """All images of a chain."""
 
     format: Literal[1] = 1

@@ -16,7 +16,7 @@ class Step:
     text: str = ""  # the work, its result, or the line
 
 
-Report = Callable[[Step], None]
+Reporter = Callable[[Step], None]
 
 
 def silent(_step: Step) -> None:

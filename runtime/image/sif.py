@@ -50,13 +50,13 @@ class SifObject:
 def copy_image(source: Path, target: Path) -> None:
     """Copy a large file inside the kernel, sharing its blocks if the file system can."""
     with source.open("rb") as reader, target.open("wb") as writer:
-        left = os.fstat(reader.fileno()).st_size
+        remaining = os.fstat(reader.fileno()).st_size
         try:
-            while left > 0:
-                copied = os.copy_file_range(reader.fileno(), writer.fileno(), left)
+            while remaining > 0:
+                copied = os.copy_file_range(reader.fileno(), writer.fileno(), remaining)
                 if copied == 0:
                     break
-                left -= copied
+                remaining -= copied
         except OSError as error:
             if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
                 raise
@@ -113,10 +113,10 @@ def relabel(
     each build, ``inspect`` and ``run-help`` read only that. Return False if the image has no such
     object (built by an old Singularity), or not in the expected form.
     """
-    found = [o.id for o in objects(tool, image) if o.type.startswith(_METADATA_TYPE)]
-    if not found:
+    ids = [o.id for o in objects(tool, image) if o.type.startswith(_METADATA_TYPE)]
+    if not ids:
         return False
-    id_ = str(found[0])
+    id_ = str(ids[0])
     text = apptainer.capture(sif_argv(tool, "dump", id_, str(image)), what="reading the labels")
     try:
         document = json.loads(text)
@@ -138,10 +138,10 @@ def relabel(
 def read_labels(tool: Apptainer, image: Path) -> dict[str, str]:
     """Return an image's labels with our prefix, without the prefix."""
     labels: Any = {}
-    found = [o for o in objects(tool, image) if o.type.startswith(_METADATA_TYPE)]
+    entries = [o for o in objects(tool, image) if o.type.startswith(_METADATA_TYPE)]
     try:
-        if found:
-            argv = sif_argv(tool, "dump", str(found[0].id), str(image.absolute()))
+        if entries:
+            argv = sif_argv(tool, "dump", str(entries[0].id), str(image.absolute()))
             text = apptainer.capture(argv, what="reading the labels")
             labels = json.loads(text)["data"]["attributes"].get("labels") or {}
         elif (content := read_file(tool, image, _LABELS)) is not None:

@@ -35,7 +35,7 @@ from pydantic import TypeAdapter
 from dni_runtime.errors import BuildError, SpecError, UnavailableError
 from dni_runtime.image import apptainer
 from dni_runtime.image.lock import Wheel
-from dni_runtime.image.progress import Report, Step
+from dni_runtime.image.progress import Reporter, Step
 from dni_runtime.spec import ImageSpec
 
 RUNTIME_REQUIREMENTS = (
@@ -103,8 +103,8 @@ class Wheelhouse:
 
     def version(self, name: str) -> str | None:
         """Return the version of a package, or None if it is not included."""
-        wanted = canonicalize_name(name)
-        return next((w.version for w in self.wheels if w.name == wanted), None)
+        key = canonicalize_name(name)
+        return next((w.version for w in self.wheels if w.name == key), None)
 
     def check_hashes(self) -> None:
         """Compare the wheels with their lock."""
@@ -201,14 +201,14 @@ def prepare(
     image: ImageSpec,
     cache: Path,
     *,
-    report: Report,
+    report: Reporter,
     machine: str | None = None,  # the images' machine type; default: this host's
     locked: Sequence[Wheel] | None = None,  # exactly these, by hash; nothing is resolved
 ) -> Wheelhouse:
     """Download the image's wheels to ``wheels/<key>`` in the cache, or find them there."""
-    if (found := cached(image, cache, machine=machine, locked=locked)) is not None:
-        report(Step("wheels", "same", f"{len(found.wheels)} wheels"))
-        return found
+    if (wheelhouse := cached(image, cache, machine=machine, locked=locked)) is not None:
+        report(Step("wheels", "same", f"{len(wheelhouse.wheels)} wheels"))
+        return wheelhouse
     if importlib.util.find_spec("pip") is None:
         raise UnavailableError(
             f"{sys.executable} has no pip, which downloads the images' packages",
@@ -235,7 +235,7 @@ def prepare(
     return house
 
 
-def _run_pip(argv: list[str], report: Report, **settings: str) -> None:
+def _run_pip(argv: list[str], report: Reporter, **settings: str) -> None:
     apptainer.stream(
         argv,
         what="downloading the images' Python packages",
@@ -245,20 +245,20 @@ def _run_pip(argv: list[str], report: Report, **settings: str) -> None:
 
 
 def _download(
-    requirements: Sequence[str], image: ImageSpec, folder: Path, target: Target, report: Report
+    requirements: Sequence[str], image: ImageSpec, folder: Path, target: Target, report: Reporter
 ) -> None:
-    wanted = [*requirements, INSTALLER]
+    packages = [*requirements, INSTALLER]
     if (index := image.torch_index) is not None:
-        own = [r for r in wanted if canonicalize_name(Requirement(r).name) in TORCHS_OWN]
-        wanted = [r for r in wanted if r not in own]
-        while own:
+        from_index = [r for r in packages if canonicalize_name(Requirement(r).name) in TORCHS_OWN]
+        packages = [r for r in packages if r not in from_index]
+        while from_index:
             # Override pip's other indexes: they hold other builds, or newer versions.
-            argv = download_argv(own, folder, target, ["--index-url", index, "--no-deps"])
+            argv = download_argv(from_index, folder, target, ["--index-url", index, "--no-deps"])
             _run_pip(argv, report, PIP_EXTRA_INDEX_URL=index, PIP_FIND_LINKS=str(folder))
-            own = [r for r in missing_requirements(folder, target) if "==" in r]
+            from_index = [r for r in missing_requirements(folder, target) if "==" in r]
         # As files, so that no other index is queried for them.
-        wanted += [f"{wheel.name} @ {(folder / wheel.file).as_uri()}" for wheel in scan(folder)]
-    missing = wanted
+        packages += [f"{wheel.name} @ {(folder / wheel.file).as_uri()}" for wheel in scan(folder)]
+    missing = packages
     for _round in range(1 + _ROUNDS):
         _run_pip(download_argv(missing, folder, target), report)
         if not (missing := missing_requirements(folder, target)):
@@ -271,7 +271,7 @@ def _download(
 
 
 def _download_locked(
-    locked: Sequence[Wheel], image: ImageSpec, folder: Path, target: Target, report: Report
+    locked: Sequence[Wheel], image: ImageSpec, folder: Path, target: Target, report: Reporter
 ) -> None:
     """Download only these wheels; pip compares each with its hash, whichever index it is from."""
     lines = [f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}\n" for wheel in locked]
@@ -281,8 +281,8 @@ def _download_locked(
     if image.torch_index is not None:
         options += ["--extra-index-url", image.torch_index]
     _run_pip(download_argv([], folder, target, options), report)
-    if set(found := scan(folder)) != set(locked):
-        others = sorted({wheel.file for wheel in set(found) ^ set(locked)})
+    if set(wheels := scan(folder)) != set(locked):
+        others = sorted({wheel.file for wheel in set(wheels) ^ set(locked)})
         raise BuildError(
             f"the downloaded wheels differ from those in dni.lock: {', '.join(others)}",
             hint="build without --locked, which resolves the packages again",
@@ -330,8 +330,8 @@ def _needs(wheel: Path) -> list[Requirement]:
         inside = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         text = archive.read(inside[0]).decode("utf-8", "replace")
     fields = HeaderParser().parsestr(text).get_all("Requires-Dist") or []
-    found = []
+    requirements = []
     for field in fields:
         with contextlib.suppress(InvalidRequirement):  # legacy spellings in optional extras
-            found.append(Requirement(field))
-    return found
+            requirements.append(Requirement(field))
+    return requirements

@@ -7,19 +7,19 @@
 from dni_runtime.link.address import check_address, encrypted, listen_address
 from dni_runtime.link.counters import LinkCounters
 from dni_runtime.link.input import InputLink
-from dni_runtime.link.items import Batch, Drained, Event, Gradient, Marker, Request
+from dni_runtime.link.items import Batch, Drain, Event, Gradient, Marker, StreamRequest
 from dni_runtime.link.output import OutputLink
 
 __all__ = [
     "Batch",
-    "Drained",
+    "Drain",
     "Event",
     "Gradient",
     "InputLink",
     "LinkCounters",
     "Marker",
     "OutputLink",
-    "Request",
+    "StreamRequest",
     "check_address",
     "encrypted",
     "listen_address",

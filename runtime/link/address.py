@@ -80,7 +80,7 @@ def check_address(links: LinksSpec, index: int, socket_folder: Path, module: str
 def interface_name(interface: str) -> str:
     """Return the name of the interface that ``links.interface`` means."""
     ip = _resolve(interface)
-    return next(name for name, own in addresses() if own == ip)
+    return next(name for name, address in addresses() if address == ip)
 
 
 def interfaces() -> dict[str, _Ip | None]:
@@ -100,11 +100,11 @@ def addresses() -> list[tuple[str, _Ip]]:
         size = struct.unpack(
             "iP", fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", len(room), place))
         )[0]
-    found: list[tuple[str, _Ip]] = []
+    pairs: list[tuple[str, _Ip]] = []
     for start in range(0, size, _IFREQ_BYTES):
         entry = room[start : start + _IFREQ_BYTES].tobytes()
         name = entry[:16].partition(b"\0")[0].decode()
-        found.append((name, ipaddress.IPv4Address(entry[20:24])))
+        pairs.append((name, ipaddress.IPv4Address(entry[20:24])))
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:
@@ -113,8 +113,8 @@ def addresses() -> list[tuple[str, _Ip]]:
         number, *_, name = line.split()
         ip = ipaddress.IPv6Address(bytes.fromhex(number))
         if not ip.is_link_local:  # which would need its interface's number, too
-            found.append((name, ip))
-    return found
+            pairs.append((name, ip))
+    return pairs
 
 
 def _resolve(interface: str | None) -> _Ip:

@@ -32,19 +32,21 @@ class LinkContract:
     @classmethod
     def of(cls, spec: WorkerSpec, edge: EdgeSpec) -> Self:
         """Return the contract of one of a module's links."""
-        tensor, wanted, links = edge.tensor, edge.gradients, spec.links
+        tensor, gradients, links = edge.tensor, edge.gradients, spec.links
         limit = spec.batch_limit
         activation = gradient = None
         down, up = "nothing", "none"
         if tensor is not None:
             down = links.dtype or tensor.dtype
             activation = _on_the_wire("h", links.dtype, tensor, limit)
-        if tensor is not None and wanted:
-            up = f"{links.gradient_dtype or down}, 1 in {wanted}"
+        if tensor is not None and gradients:
+            up = f"{links.gradient_dtype or down}, 1 in {gradients}"
             gradient = _on_the_wire("g", links.gradient_dtype or links.dtype, tensor, limit)
-        given = enumerate(edge.samples)
+        samples = enumerate(edge.samples)
         label = spec.label if edge.labelled else NO_LABEL
-        data = tuple(TensorContract(f"x{n}", one.dtype, one.shape, limit) for n, one in given)
+        data = tuple(
+            TensorContract(f"x{n}", sample.dtype, sample.shape, limit) for n, sample in samples
+        )
         elsewhere = "none: it predicts" if edge.predicts else "stays at the tail"
         return cls(
             source=edge.source,
@@ -82,17 +84,17 @@ class LinkContract:
     @cached_property
     def rows(self) -> tuple[tuple[TensorContract, slice], ...]:
         """The same, each with its rows in a BATCH's table of tensors."""
-        ends = list(accumulate(len(one.names) for one in self.tensors))
+        ends = list(accumulate(len(tensor.names) for tensor in self.tensors))
         first = [0, *ends]
         return tuple(
-            (one, slice(*two)) for one, two in zip(self.tensors, pairwise(first), strict=True)
+            (tensor, slice(*two)) for tensor, two in zip(self.tensors, pairwise(first), strict=True)
         )
 
     @property
     def down(self) -> Limits:
         """Limits of messages sent downstream."""
-        tensors = sum(len(one.names) for one in self.tensors)
-        return Limits(tensors, max(one.buffer_bytes for one in self.tensors))
+        tensors = sum(len(tensor.names) for tensor in self.tensors)
+        return Limits(tensors, max(tensor.buffer_bytes for tensor in self.tensors))
 
     @property
     def up(self) -> Limits:

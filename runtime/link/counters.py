@@ -32,11 +32,11 @@ class LinkCounters:
     def total(cls, several: Sequence[LinkCounters]) -> LinkCounters:
         """Return the sums of several links' counters."""
         total = cls()
-        for one in several:
-            total.refused.update(one.refused)
+        for counters in several:
+            total.refused.update(counters.refused)
             for name in cls.__slots__:
                 if name != "refused":
-                    setattr(total, name, getattr(total, name) + getattr(one, name))
+                    setattr(total, name, getattr(total, name) + getattr(counters, name))
         return total
 
 

@@ -147,7 +147,7 @@ class Dialer:
         key = server_key or self._keys.public(self._contract.target)
         if key is None:
             return False
-        sockets.encrypt_output(self._socket, self._keys.own, key)
+        sockets.encrypt_output(self._socket, self._keys.pair, key)
         return True
 
 

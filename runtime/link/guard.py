@@ -143,9 +143,9 @@ class Guard:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for one in (self._wake, self._monitor, self._zap):
-            if one is not None:
-                poller.register(one, zmq.POLLIN)
+        for socket in (self._wake, self._monitor, self._zap):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             if self._wake in ready:
@@ -174,7 +174,7 @@ class Guard:
         """Process all events, then enforce the limit."""
         refused: Counter[str] = Counter()
         kept = [self._kept.popleft() for _ in range(len(self._kept))]
-        self._peers.update(one for one in kept if one in self._open)  # before it may be gone
+        self._peers.update(peer for peer in kept if peer in self._open)  # before it may be gone
         while (event := sockets.next_event(self._monitor)) is not None:
             kind, value = event
             if kind == _ACCEPTED:
@@ -188,7 +188,7 @@ class Guard:
                 self._failed.append("silent")
             else:
                 self._failed.append(_FAILED[kind])
-        self._peers.update(one for one in kept if one in self._open)  # or was accepted just now
+        self._peers.update(peer for peer in kept if peer in self._open)  # or was accepted just now
         while len(self._open) > self._limit and self._drop_oldest():
             pass
         if refused:
@@ -214,7 +214,7 @@ class Guard:
 
     def _drop_oldest(self) -> bool:
         """Close the oldest connection that is not the peer's; return False if there is none."""
-        oldest = next((one for one in self._open if one not in self._peers), None)
+        oldest = next((peer for peer in self._open if peer not in self._peers), None)
         if oldest is None:
             return False
         del self._open[oldest]

@@ -110,7 +110,7 @@ class InputLink(LinkEnd):
                 "keys",
                 hint="give it a run directory, or set 'links.security: none'",
             )
-        sockets.encrypt_input(self._socket, keys.own)
+        sockets.encrypt_input(self._socket, keys.pair)
         return Guard(self._context, self._socket, AllowList(lambda: keys.public(source)))
 
     def wait_for_peer(self, deadline_s: float, stop: Callable[[], bool] | None = None) -> None:
@@ -190,7 +190,7 @@ class InputLink(LinkEnd):
         """
 
         def over() -> bool:
-            while not self._receiver.left:
+            while not self._receiver.ended:
                 if not self._take():
                     self._answers.drained_again()
                     self._answers.ack()
@@ -234,12 +234,12 @@ class InputLink(LinkEnd):
         if message.kind is Kind.MARK:
             return Marker(message.id, message.epoch, message.mark)
         tensors, buffers = message.tensors, message.buffers
-        *given, y = [
-            from_buffers(tensors[rows], buffers[rows], self._dtypes.get(one.name, one.dtype))
-            for one, rows in self._contract.rows
+        *values, y = [
+            from_buffers(tensors[rows], buffers[rows], self._dtypes.get(tensor.name, tensor.dtype))
+            for tensor, rows in self._contract.rows
         ]
         outputs = int(self._contract.activation is not None)
-        xs, data = tuple(given[:outputs]), tuple(given[outputs:])
+        xs, data = tuple(values[:outputs]), tuple(values[outputs:])
         part, rows = samples_of(message)
         return Batch(message.id, message.epoch, message.mode, xs, y, part, data, rows)
 

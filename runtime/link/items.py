@@ -47,17 +47,17 @@ class Gradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
+class Drain:
     """No gradient of a batch before this marker will follow."""
 
     id: int  # of the marker
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class StreamRequest:
     """A request of a module downstream to the head."""
 
     what: str  # such as checkpoint: put a checkpoint marker into the stream
 
 
-Event = Gradient | Drained | Request
+Event = Gradient | Drain | StreamRequest

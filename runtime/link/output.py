@@ -16,7 +16,7 @@ from dni_runtime.errors import UnansweredError, WireError
 from dni_runtime.link import sockets
 from dni_runtime.link.dialer import Dialer
 from dni_runtime.link.end import MESSAGES_PER_CALL, LinkEnd
-from dni_runtime.link.items import Drained, Event, Gradient, Request
+from dni_runtime.link.items import Drain, Event, Gradient, StreamRequest
 from dni_runtime.link.sender import Sender, State
 from dni_runtime.link.tensors import from_buffers, to_table
 from dni_runtime.packing import given_back, taken
@@ -173,7 +173,7 @@ class OutputLink(LinkEnd):
     def dismiss(self) -> None:
         """Note that the module downstream has finished: it has all, and sends no more gradients."""
         if self._sender.dismiss():
-            self._events.append(Drained(ID_LIMIT))
+            self._events.append(Drain(ID_LIMIT))
 
     def send_batch(
         self,
@@ -192,8 +192,8 @@ class OutputLink(LinkEnd):
         sent again to a neighbour that restarts.
         """
         edge = self._edge
-        given = () if edge.tensor is None else (taken(h, self._outputs, edge),)
-        tensors = (*given, *(data[one] for one in edge.data), y)
+        activation = () if edge.tensor is None else (taken(h, self._outputs, edge),)
+        tensors = (*activation, *(data[index] for index in edge.data), y)
         entries, buffers = to_table(tensors, self._contract.tensors)
         message = Message(
             Kind.BATCH,
@@ -275,7 +275,7 @@ class OutputLink(LinkEnd):
                 if message is not None:
                     events.append(self._event(message))
                 elif self._sender.drained > drained:  # it has had that from another process
-                    events.append(Drained(self._sender.drained))
+                    events.append(Drain(self._sender.drained))
             except WireError as error:
                 self.refuse(error)
         self._greet()
@@ -304,8 +304,8 @@ class OutputLink(LinkEnd):
             g = from_buffers(message.tensors, message.buffers, self._contract.dtype)
             return Gradient(message.id, given_back(g, self._outputs, self._edge))
         if message.kind is Kind.DRAINED:
-            return Drained(message.id)
-        return Request(str(message.body["what"]))
+            return Drain(message.id)
+        return StreamRequest(str(message.body["what"]))
 
     def _transmit(self) -> None:
         while (frames := self._sender.pending()) is not None:

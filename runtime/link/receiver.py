@@ -68,7 +68,7 @@ class Receiver:
         self.order = ReceiveOrder(received, carries)
         self._begun_at = received
         self.peer: bytes | None = None  # identity of the accepted peer's connection
-        self.left = False  # whether the peer has sent BYE
+        self.ended = False  # whether the peer has sent BYE
         self._again = again
         # handshake messages to send, each with the identity of its receiver
         self.replies: deque[tuple[bytes, list[Buffer]]] = deque()
@@ -97,7 +97,7 @@ class Receiver:
             return None
         if message.kind is Kind.BYE:
             self._check_origin(message)
-            self.left = True
+            self.ended = True
             return None
         raise WireError("kind", f"{message.kind.name} from upstream")
 
@@ -112,8 +112,8 @@ class Receiver:
         if message.kind is Kind.BATCH:
             tensors, buffers = message.tensors, message.buffers
             samples = {
-                one.name: one.check(tensors[rows], buffers[rows])
-                for one, rows in self.contract.rows
+                tensor.name: tensor.check(tensors[rows], buffers[rows])
+                for tensor, rows in self.contract.rows
             }
             labels = samples["y"]
             wrong = [
@@ -212,7 +212,7 @@ class Receiver:
             if self.peer is not None:
                 self._refuse(self.peer, Refusal(REPLACED, hello.session, self.session))
         self.session, self._attempt = hello.session, hello.attempt
-        self.left = False
+        self.ended = False
 
     def _refuse(self, identity: bytes, refusal: Refusal) -> None:
         self._reply(identity, Kind.REFUSE, refusal.body())

@@ -93,21 +93,21 @@ def _limit(socket: Socket, window: int, frame_limit: int) -> None:
     socket.copy_threshold = _COPY_BYTES
 
 
-def encrypt_input(socket: Socket, own: KeyPair) -> None:
+def encrypt_input(socket: Socket, pair: KeyPair) -> None:
     """Let a socket that will listen accept only CURVE, and only peers that a ZAP handler lets in.
 
     Without ZAP_ENFORCE_DOMAIN libzmq lets everybody in if no handler answers (zmq_setsockopt(3)).
     """
     socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
     socket.setsockopt(zmq.ZAP_DOMAIN, b"dni")
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
-def encrypt_output(socket: Socket, own: KeyPair, server: bytes) -> None:
+def encrypt_output(socket: Socket, pair: KeyPair, server: bytes) -> None:
     """Let a socket connect by CURVE, only to the owner of a key."""
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
     try:
         socket.setsockopt(zmq.CURVE_SERVERKEY, server)
     except zmq.ZMQError:

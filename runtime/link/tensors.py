@@ -109,9 +109,9 @@ def dequantize(q_BX: Tensor, scale: Tensor) -> Tensor:
 
 
 def _view(name: str, dtype: str, tensor: Tensor) -> tuple[TensorEntry, memoryview]:
-    wanted = DTYPES[dtype]
-    if tensor.dtype is not wanted or tensor.device.type != "cpu":
-        tensor = tensor.to(device="cpu", dtype=wanted)
+    target = DTYPES[dtype]
+    if tensor.dtype is not target or tensor.device.type != "cpu":
+        tensor = tensor.to(device="cpu", dtype=target)
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     # numpy does not support bfloat16: use plain bytes

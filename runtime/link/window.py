@@ -17,7 +17,7 @@ GAP_COUNTED = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentMessage:
     """A message kept until it is acknowledged, or longer for a neighbour that restarts."""
 
     id: int
@@ -36,7 +36,7 @@ class SendWindow:
         self.last = next_id - 1  # the highest id that was added, or the one before the first
         self.acked = 0  # everything up to this id is acknowledged
         self.received = 0  # everything up to this id has reached the other end
-        self._kept: deque[Sent] = deque()
+        self._kept: deque[SentMessage] = deque()
         self._retained = 0  # acknowledged ones at the start of _kept
         self._transmitted = 0  # transmitted ones at the start of _kept
         self._high = 0  # the highest id ever transmitted
@@ -72,10 +72,10 @@ class SendWindow:
         if missed and newest and newest.missed and newest.id > max(self._high, self.acked):
             self._kept.pop()
             self._transmitted = min(self._transmitted, len(self._kept))
-        self._kept.append(Sent(id, frames, missed))
+        self._kept.append(SentMessage(id, frames, missed))
         self._settle()
 
-    def pending(self) -> Sent | None:
+    def pending(self) -> SentMessage | None:
         """Return the next message to transmit, or None.
 
         Messages forced into a full window wait until earlier ones are acknowledged.
@@ -168,5 +168,5 @@ class ReceiveOrder:
         between = range(self.received + 1, id)
         if self._carries is None:
             return len(between)
-        found = sum(map(self._carries, between[:GAP_COUNTED]))
-        return found * max(len(between), GAP_COUNTED) // GAP_COUNTED
+        count = sum(map(self._carries, between[:GAP_COUNTED]))
+        return count * max(len(between), GAP_COUNTED) // GAP_COUNTED

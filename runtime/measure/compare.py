@@ -14,7 +14,7 @@ from dni_runtime.core.replication import STRATEGIES
 from dni_runtime.errors import DataError, SpecError, UsageError
 from dni_runtime.measure.curves import Panel
 from dni_runtime.measure.reference import REFERENCE
-from dni_runtime.plan.prepare import Prepared, prepare_again
+from dni_runtime.plan.prepare import CheckedChain, prepare_again
 from dni_runtime.run.documents.metrics import EvaluationLine, StartLine, TrainLine, read_metrics
 from dni_runtime.run.record import Record
 from dni_runtime.spec import ChainSpec, Choice
@@ -89,10 +89,10 @@ def read_interfaces(names: Sequence[str], labelled: Sequence[str]) -> dict[str, 
     chain file.
     """
     texts, taken = (*names, *labelled), (REFERENCE,)
-    found = _read("gradient interface", INTERFACES, texts, parse_choice, lambda it: it, taken)
+    choices = _read("gradient interface", INTERFACES, texts, parse_choice, lambda it: it, taken)
     return {
         label: Method(interface=choice if written else label)
-        for label, (choice, written) in found.items()
+        for label, (choice, written) in choices.items()
     }
 
 
@@ -106,12 +106,13 @@ def read_strategies(
     ``replicas`` are the workers of each module that has some.
     """
     texts, taken = (*names, *labelled), (REFERENCE, ALONE)
-    found = _read("strategy", STRATEGIES, texts, parse_replication, lambda it: it.strategy, taken)
+    choices = _read("strategy", STRATEGIES, texts, parse_replication, lambda it: it.strategy, taken)
     some = {
         label: Method(
-            replication={key: getattr(one, key) for key in one.model_fields_set}, replicas=replicas
+            replication={key: getattr(options, key) for key in options.model_fields_set},
+            replicas=replicas,
         )
-        for label, (one, _) in found.items()
+        for label, (options, _) in choices.items()
     }
     return {ALONE: Method(replicas=1), **some}
 
@@ -125,7 +126,7 @@ def _read(
     taken: Collection[str],
 ) -> dict[str, tuple[Parsed, bool]]:
     """Return what is written by label, and whether each one is written out."""
-    found: dict[str, tuple[Parsed, bool]] = {}
+    choices: dict[str, tuple[Parsed, bool]] = {}
     for text in texts:
         label, _, value = text.partition("=")
         try:
@@ -140,13 +141,13 @@ def _read(
             raise UsageError(
                 f"unknown {kind} {choice.name!r}", hint=suggestion(choice.name, list(known))
             )
-        if label in found or label in taken:
+        if label in choices or label in taken:
             raise UsageError(f"duplicate method {label!r}", hint="choose another label")
-        found[label] = parsed, bool(value)
-    return found
+        choices[label] = parsed, bool(value)
+    return choices
 
 
-def variant(prepared: Prepared, method: Method, seed: int) -> Prepared:
+def variant(prepared: CheckedChain, method: Method, seed: int) -> CheckedChain:
     """Return the chain as a method trains it, with a seed.
 
     If only an interface's name is given, a module whose own interface has that name keeps its
@@ -163,8 +164,8 @@ def variant(prepared: Prepared, method: Method, seed: int) -> Prepared:
             )
             modules[index] = module.model_copy(update={"interface": choice})
     if method.replicas is not None:
-        own = [index for index, module in enumerate(modules) if module.most > 1]
-        for index in own or range(1, len(modules) - 1) or range(len(modules)):
+        replicated = [index for index, module in enumerate(modules) if module.most > 1]
+        for index in replicated or range(1, len(modules) - 1) or range(len(modules)):
             update = {"replicas": method.replicas}
             modules[index] = modules[index].model_copy(update=update)
     replication = chain.replication.model_copy(update=dict(method.replication))
@@ -172,34 +173,34 @@ def variant(prepared: Prepared, method: Method, seed: int) -> Prepared:
     return prepare_again(prepared, chain.model_copy(update=changed))
 
 
-def _choice(own: Choice | None, name: str) -> Choice:
-    if own is None:
+def _choice(choice: Choice | None, name: str) -> Choice:
+    if choice is None:
         return Choice(name=name)
-    if own.name == name:
-        return own
-    if own.name == "mixed" and name in ("synthetic", "local"):
-        return Choice(name=name, args=own.args.get(name, {}))
-    if name == "mixed" and own.name in ("synthetic", "local"):
-        return Choice(name=name, args={own.name: own.args})
+    if choice.name == name:
+        return choice
+    if choice.name == "mixed" and name in ("synthetic", "local"):
+        return Choice(name=name, args=choice.args.get(name, {}))
+    if name == "mixed" and choice.name in ("synthetic", "local"):
+        return Choice(name=name, args={choice.name: choice.args})
     return Choice(name=name)
 
 
-class Compared(NamedTuple):
+class ComparedMetric(NamedTuple):
     """The compared metric."""
 
     name: str  # of the metric, or ``loss``
     rises: bool  # larger is better
 
 
-def metric_of(chain: ChainSpec) -> Compared:
+def metric_of(chain: ChainSpec) -> ComparedMetric:
     """Return the chain's first metric, or its loss if it has none."""
     if not chain.metrics:
-        return Compared("loss", False)
+        return ComparedMetric("loss", False)
     metric = chain.metrics[0]
-    return Compared(metric.name, rises(metric))
+    return ComparedMetric(metric.name, rises(metric))
 
 
-def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Trial:
+def read_trial(record: Record, method: str, seed: int, metric: ComparedMetric) -> Trial:
     """Read the measurements of a finished run."""
     reference = method == REFERENCE
     workers = [REFERENCE] if reference else record.modules
@@ -218,7 +219,7 @@ def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Tria
     }
     trained = sum(newest[name].samples for name in tails if name in newest)
     samples = lines[-1].trained or trained
-    shared = [one.shared_bytes for one in newest.values() if one.shared_bytes is not None]
+    shared = [line.shared_bytes for line in newest.values() if line.shared_bytes is not None]
     return Trial(
         method,
         seed,
@@ -230,18 +231,18 @@ def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Tria
     )
 
 
-def _number(line: EvaluationLine, metric: Compared) -> float:
+def _number(line: EvaluationLine, metric: ComparedMetric) -> float:
     value = line.figures.get(metric.name)
     return math.nan if value is None else value
 
 
-def default_target(trials: Sequence[Trial], metric: Compared) -> float | None:
+def default_target(trials: Sequence[Trial], metric: ComparedMetric) -> float | None:
     """Return one point below the reference's mean; None for metrics that fall."""
     last = [trial.points[-1].value for trial in trials if trial.method == REFERENCE]
     return statistics.mean(last) - TARGET_BELOW if last and metric.rises else None
 
 
-def seconds_to(trial: Trial, metric: Compared, target: float) -> float | None:
+def seconds_to(trial: Trial, metric: ComparedMetric, target: float) -> float | None:
     """Return the seconds of training until an evaluation reached the target, or None."""
     for point in trial.points:
         if point.value >= target if metric.rises else point.value <= target:
@@ -249,7 +250,7 @@ def seconds_to(trial: Trial, metric: Compared, target: float) -> float | None:
     return None
 
 
-def summarize(trials: Sequence[Trial], metric: Compared, target: float | None) -> list[Row]:
+def summarize(trials: Sequence[Trial], metric: ComparedMetric, target: float | None) -> list[Row]:
     """Return one row per method, in the order of the trials."""
     rows = []
     for method in dict.fromkeys(trial.method for trial in trials):

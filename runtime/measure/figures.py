@@ -11,14 +11,14 @@ from dni_runtime.run.documents.metrics import (
     EVAL,
     Evaluation,
     EvaluationLine,
-    Measured,
+    TrainingFigures,
     counter,
     figures_of,
     gauge,
     parse_evaluation,
 )
 from dni_runtime.run.documents.records import JobRecord
-from dni_runtime.run.documents.reports import Diverged, Report, WorkerPhase
+from dni_runtime.run.documents.reports import DivergedValue, Report, WorkerPhase
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.lines import LineReader, offset_of_last
 from dni_runtime.run.record import Record
@@ -29,7 +29,7 @@ EVALUATIONS = 1000
 """Most evaluations shown; earlier ones are in the tail's metrics file."""
 
 
-class ModuleFigures(Measured):
+class ModuleFigures(TrainingFigures):
     """Figures of one module; None if unknown or not applicable."""
 
     module: str
@@ -47,7 +47,7 @@ class ModuleFigures(Measured):
     error: str | None = None  # the worker's last one
     # a problem that did not stop it, such as a checkpoint that cannot be written
     warning: str | None = None
-    diverged: Diverged | None = None  # a value that is NaN or infinite
+    diverged: DivergedValue | None = None  # a value that is NaN or infinite
     log: str | None = None  # a file
 
 
@@ -169,7 +169,7 @@ def _module(name: str, newest: Report, state: RunState) -> ModuleFigures:
     known = state.modules.get(name)
     measured: dict[str, Any] = {}
     if newest.train is not None:
-        measured = {key: getattr(newest.train, key) for key in Measured.model_fields}
+        measured = {key: getattr(newest.train, key) for key in TrainingFigures.model_fields}
         if known is None or known.state != "running":
             measured["in_flight"] = None
     report = newest.of(known.attempt) if known else newest
@@ -205,20 +205,22 @@ def prometheus_page(run: RunFigures) -> str:
 
     Source: "Exposition formats" in Prometheus' documentation, version 0.0.4.
     """
-    running = [({"module": one.module}, int(one.state == "running")) for one in run.modules]
+    running = [
+        ({"module": module.module}, int(module.state == "running")) for module in run.modules
+    ]
     evaluation = run.evaluations[-1].figures if run.evaluations else {}
     metrics = [({"metric": name}, value) for name, value in evaluation.items()]
     lines = _family(run, "running", "gauge", "whether the module's worker runs", running)
     lines += _family(run, "evaluation", "gauge", "newest evaluation of the chain", metrics)
-    for one in figures_of(ModuleFigures):
+    for figure in figures_of(ModuleFigures):
         points = []
         for module in run.modules:
-            labels, value = {"module": module.module}, getattr(module, one.name)
+            labels, value = {"module": module.module}, getattr(module, figure.name)
             if isinstance(value, dict):
                 points += [({**labels, "reason": reason}, part) for reason, part in value.items()]
             else:
                 points.append((labels, value))
-        lines += _family(run, one.name, one.kind, one.help, points)
+        lines += _family(run, figure.name, figure.kind, figure.help, points)
     return "".join(f"{line}\n" for line in lines)
 
 

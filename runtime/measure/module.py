@@ -28,7 +28,7 @@ from dni_runtime.data import open_data
 from dni_runtime.errors import UsageError
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.packing import given_back
-from dni_runtime.plan.prepare import Prepared, importing_from, prepare_again
+from dni_runtime.plan.prepare import CheckedChain, importing_from, prepare_again
 from dni_runtime.spec.load import suggestion
 from dni_runtime.worker.device import choose_device
 
@@ -94,7 +94,7 @@ class _Sums:
 
 
 def measure_modules(
-    prepared: Prepared,
+    prepared: CheckedChain,
     modules: Sequence[str] = (),
     *,
     repetitions: int,
@@ -112,20 +112,20 @@ def measure_modules(
     with importing_from(prepared.base.absolute()):
         steps = [ModuleStep(worker, choose_device(worker)) for worker in prepared.workers]
         feeds = _feeds(prepared, steps)
-        wanted = [k for k, name in enumerate(prepared.modules) if not modules or name in modules]
-        measured: dict[int, list[_Sums]] = {index: [] for index in wanted}
+        indices = [k for k, name in enumerate(prepared.modules) if not modules or name in modules]
+        measured: dict[int, list[_Sums]] = {index: [] for index in indices}
         for repetition in range(repetitions):
-            for index in wanted:
+            for index in indices:
                 torch.set_num_threads(steps[index].spec.cpus)
                 _measure(steps[index], feeds[index], seconds / 4)  # warm-up
                 measured[index].append(_measure(steps[index], feeds[index], seconds))
                 if observe is not None:
                     observe(f"{repetition + 1}/{repetitions} {prepared.modules[index]}")
     batch = len(feeds[0][0].y_BY)
-    return [_cost(steps[index], measured[index], batch) for index in wanted]
+    return [_cost(steps[index], measured[index], batch) for index in indices]
 
 
-def _without_schedules(prepared: Prepared) -> Prepared:
+def _without_schedules(prepared: CheckedChain) -> CheckedChain:
     """Return the chain without schedules, some of which end after a number of batches."""
     chain, none = prepared.written, {"schedule": None, "schedule_every": None}
     update = {
@@ -135,7 +135,7 @@ def _without_schedules(prepared: Prepared) -> Prepared:
     return prepare_again(prepared, chain.model_copy(update=update))
 
 
-def _feeds(prepared: Prepared, steps: Sequence[ModuleStep]) -> list[list[_Feed]]:
+def _feeds(prepared: CheckedChain, steps: Sequence[ModuleStep]) -> list[list[_Feed]]:
     """Return inputs, labels and true gradients of all modules, for a few real batches."""
     chain = prepared.chain
     source = open_data(chain.data.at(prepared.data), prepared.base, seed=chain.seed)
@@ -149,13 +149,13 @@ def _feeds(prepared: Prepared, steps: Sequence[ModuleStep]) -> list[list[_Feed]]
         gradients = [GradientSum(len(step.spec.targets)) for step in steps]
         sums: dict[int, Tensor] = {}
         for index, step in enumerate(steps):
-            given = inputs_of(prepared.workers, index, outputs, as_inputs(x))
-            inputs.append(tuple(one.to(step.device) for one in given))
+            values = inputs_of(prepared.workers, index, outputs, as_inputs(x))
+            inputs.append(tuple(tensor.to(step.device) for tensor in values))
             every = math.lcm(*(max(edge.gradients, 1) for edge in step.spec.sources))
             outputs.append(step.forward(id * every, inputs[-1]))
-            found = step.update(y_BY.to(step.device))
+            upstream = step.update(y_BY.to(step.device))
             edges = step.spec.sources
-            for above, edge, g_BX in zip(sources[index], edges, found, strict=False):
+            for above, edge, g_BX in zip(sources[index], edges, upstream, strict=False):
                 # A module that defers its update has no gradient yet for the previous ones.
                 if g_BX is not None:
                     g_BH = given_back(g_BX.cpu(), steps[above].spec.outputs, edge)
@@ -262,7 +262,7 @@ def _cost(step: ModuleStep, measured: Sequence[_Sums], batch: int) -> ModuleCost
 
 def _down_bytes(step: ModuleStep, batch: int) -> int:
     links = [LinkContract.of(step.spec, edge) for edge in step.spec.targets]
-    return batch * sum(one.sample_bytes for link in links for one in link.tensors[:-1])
+    return batch * sum(tensor.sample_bytes for link in links for tensor in link.tensors[:-1])
 
 
 def _up_bytes(step: ModuleStep, batch: int) -> float:

@@ -32,7 +32,7 @@ _SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Line:
+class HostPair:
     """Two hosts to be connected by a link."""
 
     source: str  # of the module upstream
@@ -46,7 +46,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LineResult:
     """Result of measuring a line; MB are 1e6 bytes."""
 
     source: str
@@ -67,37 +67,39 @@ def lines_of_chain(
     profile: ProfileSpec,
     nodes: Sequence[int],  # of each worker
     hosts: Sequence[str],  # names of the nodes
-) -> list[Line]:
+) -> list[HostPair]:
     """Return the lines that a chain's links would use, each once."""
     kinds = link_kinds(chain, workers, profile.interface, nodes)
     at = {worker.module: nodes[number] for number, worker in enumerate(workers)}
-    lines: list[Line] = []
+    lines: list[HostPair] = []
     for edge in (edge for worker in workers for edge in worker.links_in):
         transport, interface = kinds[edge.target]
         update = {"transport": transport, "interface": interface}
         if transport == "ipc":
             update["port"] = None
         links = _measurable(chain.links).model_copy(update=update)
-        line = Line(hosts[at[edge.source]], hosts[at[edge.target]], links)
+        line = HostPair(hosts[at[edge.source]], hosts[at[edge.target]], links)
         if line not in lines:
             lines.append(line)
     return lines
 
 
-def lines_between(hosts: Sequence[str], interface: str) -> list[Line]:
+def lines_between(hosts: Sequence[str], interface: str) -> list[HostPair]:
     """Return the lines between all pairs of hosts, over encrypted tcp."""
     links = _measurable(LinksSpec(transport="tcp", interface=interface))
-    return [Line(source, sink, links) for source, sink in combinations(hosts, 2)]
+    return [HostPair(source, sink, links) for source, sink in combinations(hosts, 2)]
 
 
-def lines_within(host: str, links: LinksSpec) -> list[Line]:
+def lines_within(host: str, links: LinksSpec) -> list[HostPair]:
     """Return the lines of one host to itself: ipc, and loopback encrypted as between hosts."""
     plain = {"interface": None, "port": None}
     curve = "none" if links.security == "none" else "curve"
     links = _measurable(links)
     return [
-        Line(host, host, links.model_copy(update={**plain, "transport": "ipc"})),
-        Line(host, host, links.model_copy(update={**plain, "transport": "tcp", "security": curve})),
+        HostPair(host, host, links.model_copy(update={**plain, "transport": "ipc"})),
+        HostPair(
+            host, host, links.model_copy(update={**plain, "transport": "tcp", "security": curve})
+        ),
     ]
 
 
@@ -116,7 +118,7 @@ def step_on(allocation: Allocation, host: str, python: str | None = None) -> Pee
     return Peer([*beside([host]), *program], environ=step_environment(os.environ))
 
 
-def measure_lines(lines: Sequence[Line], start: Callable[[str], Peer]) -> Iterator[Measured]:
+def measure_lines(lines: Sequence[HostPair], start: Callable[[str], Peer]) -> Iterator[LineResult]:
     """Measure one line after the other, so that none disturbs another."""
     with contextlib.ExitStack() as stack:
         ends = dict.fromkeys(end for line in lines for end in line.ends)
@@ -126,8 +128,8 @@ def measure_lines(lines: Sequence[Line], start: Callable[[str], Peer]) -> Iterat
             yield _measure(line, source, sink)
 
 
-def _measure(line: Line, source: Peer, sink: Peer) -> Measured:
-    found: dict[str, float] = {}
+def _measure(line: HostPair, source: Peer, sink: Peer) -> LineResult:
+    answers: dict[str, float] = {}
     rates: dict[int, float] = {}
     address = error = None
     try:
@@ -135,20 +137,20 @@ def _measure(line: Line, source: Peer, sink: Peer) -> Measured:
             job = Job(size or _SMALL_BYTES, line.links, latency=size == 0)
             address = sink.listen(job, source.key)
             source.send(job, sink.key, address, _SECONDS)
-            found |= _answers(source, sink)
+            answers |= _answers(source, sink)
             if size:
-                rates[size] = found["mb_per_s"]
+                rates[size] = answers["mb_per_s"]
     except DniError as caught:
         error = caught.message
-    return Measured(
+    return LineResult(
         line.source,
         line.sink,
         line.links.transport,
         line.links.interface,
         address,
         address is not None and encrypted(line.links, address),
-        found.get("round_trip_us"),
-        found.get("round_trip_p99_us"),
+        answers.get("round_trip_us"),
+        answers.get("round_trip_p99_us"),
         rates,
         error,
     )
@@ -157,9 +159,9 @@ def _measure(line: Line, source: Peer, sink: Peer) -> Measured:
 def _answers(source: Peer, sink: Peer) -> dict[str, float]:
     """Return what both ends measured, and leave both ready for the next job."""
     try:
-        found = source.answer()
+        answer = source.answer()
     except DniError:
         with contextlib.suppress(DniError):
             sink.answer()
         raise
-    return found | sink.answer()
+    return answer | sink.answer()

@@ -131,23 +131,23 @@ def _serve() -> None:
     """Read jobs from stdin, and write measurements to stdout."""
     keep_freed_memory()  # as a worker does
     torch.set_num_threads(1)
-    own = KeyPair.new()
-    _say({"public_key": own.public.decode()})
+    pair = KeyPair.new()
+    _say({"public_key": pair.public.decode()})
     with tempfile.TemporaryDirectory(prefix="dni-") as folder:
         for line in sys.stdin:
             order = json.loads(line)
             job = Job(**order["job"] | {"links": LinksSpec(**order["job"]["links"])})
             try:
                 if "address" in order:
-                    _say(_send(job, own, order))
+                    _say(_send(job, pair, order))
                 else:
-                    _receive(job, KnownKeys(own, {"source": order["key"].encode()}), Path(folder))
+                    _receive(job, KnownKeys(pair, {"source": order["key"].encode()}), Path(folder))
             except DniError as error:
                 _say({"error": error.message})
 
 
-def _send(job: Job, own: KeyPair, order: dict[str, Any]) -> dict[str, float]:
-    keys = KnownKeys(own, {"sink": order["key"].encode()})
+def _send(job: Job, pair: KeyPair, order: dict[str, Any]) -> dict[str, float]:
+    keys = KnownKeys(pair, {"sink": order["key"].encode()})
     with contextlib.closing(Source(job, order["address"], keys)) as source:
         return send(source, job, order["seconds"])
 

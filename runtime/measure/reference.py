@@ -19,7 +19,7 @@ from dni_runtime.core.layers import load_initial
 from dni_runtime.data import DataSource, open_data
 from dni_runtime.errors import WorkerError
 from dni_runtime.files import append_line
-from dni_runtime.plan.prepare import Prepared, importing_from
+from dni_runtime.plan.prepare import CheckedChain, importing_from
 from dni_runtime.run.documents.metrics import EvaluationLine, MetricsLine, StartLine
 from dni_runtime.run.lines import last_lines
 from dni_runtime.run.record import Record
@@ -31,7 +31,7 @@ from dni_runtime.worker.selection import Selection
 REFERENCE = "backprop"
 
 
-def default_threads(prepared: Prepared) -> int:
+def default_threads(prepared: CheckedChain) -> int:
     """Return the threads of all workers together, but at most the number of cores."""
     cores = len(os.sched_getaffinity(0))
     return min(sum(worker.cpus for worker in prepared.workers), cores)

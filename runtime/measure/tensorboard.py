@@ -25,17 +25,17 @@ def scalars(line: MetricsLine, *, early: bool) -> dict[str, float]:
 
     ``early``: its module is not the tail, so that evaluations are of an early head.
     """
-    found: dict[str, float | None] = {}
+    points: dict[str, float | None] = {}
     if isinstance(line, EvaluationLine):
         prefix = f"{line.kind}/" if not early else "head/" if line.kind == "eval" else "head/test_"
-        found = {f"{prefix}{name}": value for name, value in line.figures.items()}
+        points = {f"{prefix}{name}": value for name, value in line.figures.items()}
     for figure in figures_of(type(line)):
         value = getattr(line, figure.name)
         if figure.tag and isinstance(value, dict):
-            found |= {f"{figure.tag}{reason}": part for reason, part in value.items()}
+            points |= {f"{figure.tag}{reason}": part for reason, part in value.items()}
         elif figure.tag:
-            found[figure.tag] = value
-    return {tag: float(value) for tag, value in found.items() if value is not None}
+            points[figure.tag] = value
+    return {tag: float(value) for tag, value in points.items() if value is not None}
 
 
 class Board:
@@ -87,7 +87,7 @@ class _Proto:
         self.writer: Any = RecordWriter
 
 
-class _Written(Document):
+class _EventState(Document):
     """Which lines have events."""
 
     created: float = 0.0  # when their run was created: a later one may have the same name
@@ -108,8 +108,10 @@ class _ModuleEvents:
         self._early = early
         self._position = folder / "written.json"
         self._file: Path | None = None
-        known = _Written.peek(self._position)
-        self._written = known if known and known.created == created else _Written(created=created)
+        known = _EventState.peek(self._position)
+        self._written = (
+            known if known and known.created == created else _EventState(created=created)
+        )
 
     def update(self) -> int:
         """Add an event for each line with figures that has none; return how many."""
@@ -123,7 +125,7 @@ class _ModuleEvents:
         ]
         if new:
             self._write(new)
-            self._written = _Written(
+            self._written = _EventState(
                 created=done.created,
                 attempt=new[-1][0].attempt,
                 time=max(done.time, *(line.time for line, _ in new)),

@@ -23,7 +23,7 @@ from dni_runtime.network.tracing import trace
 from dni_runtime.spec.load import explain_details
 
 
-class Borrowed:
+class BorrowedParameter:
     """A tied parameter that another piece has; it comes with each batch, cut into rows.
 
     Each sample of a batch carries a piece of it, so that it travels, and its gradient comes back,
@@ -57,7 +57,7 @@ def row_width(value: Tensor, rows: int) -> int:
 
 
 def rows_of(value: Tensor, samples: int, rows: int) -> Tensor:
-    """Spread a parameter over the samples of a batch: ``[B, N]``; see :class:`Borrowed`."""
+    """Spread a parameter over a batch's samples: ``[B, N]``; see :class:`BorrowedParameter`."""
     width = row_width(value, rows)
     flat = nn.functional.pad(value.flatten(), (0, max(samples * width - value.numel(), 0)))
     return flat[: samples * width].view(samples, width)
@@ -68,23 +68,23 @@ class Operations:
 
     def __init__(
         self,
-        one: Trace,
+        trace: Trace,
         section: Section,
         network: nn.Module,  # or what a piece has of it
         constants: nn.Module,  # where the tensors that ``forward`` makes are kept
-        borrowed: Mapping[str, Borrowed] = MappingProxyType({}),
+        borrowed: Mapping[str, BorrowedParameter] = MappingProxyType({}),
     ) -> None:
-        self._run = _program(one, section)
+        self._run = _program(trace, section)
         self._tensors: list[tuple[object, str]] = []
         for node in section.tensors:
-            if node.name in one.constants:
-                value = one.constants[node.name].to(torch.empty(0).device)  # "meta" within it
+            if node.name in trace.constants:
+                value = trace.constants[node.name].to(torch.empty(0).device)  # "meta" within it
                 constants.register_buffer(node.name, value, persistent=False)
                 self._tensors.append((constants, node.name))
-            elif one.names[node.name] in borrowed:
-                self._tensors.append((borrowed[one.names[node.name]], "now"))
+            elif trace.names[node.name] in borrowed:
+                self._tensors.append((borrowed[trace.names[node.name]], "now"))
             else:
-                path, _, leaf = one.names[node.name].rpartition(".")
+                path, _, leaf = trace.names[node.name].rpartition(".")
                 self._tensors.append((network.get_submodule(path), leaf))
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -127,10 +127,10 @@ class Piece(nn.Module):
         pair = Section.pair(program, after, until)
         sections = dict(zip(program.traces, pair, strict=True))
         names = {
-            one.names[node.name]
-            for one, section in sections.items()
+            trace.names[node.name]
+            for trace, section in sections.items()
             for node in section.tensors
-            if node.name in one.names
+            if node.name in trace.names
         }
         tied = {name: {name, *program.aliases.get(name, ())} for name in (*lends, *borrows)}
         for name in tied:
@@ -139,32 +139,32 @@ class Piece(nn.Module):
                     f"this piece of {spec.target} does not use a parameter {name!r}",
                     location=("lends" if name in lends else "borrows",),
                 )
-        wanted = names.union(*(program.aliases[name] for name in names))
-        wanted -= set().union(*(tied[name] for name in borrows))
-        wanted.update(name for name, at in program.unused.items() if begin < at <= end)
+        needed = names.union(*(program.aliases[name] for name in names))
+        needed -= set().union(*(tied[name] for name in borrows))
+        needed.update(name for name, at in program.unused.items() if begin < at <= end)
         memory = torch.empty(0).device.type != "meta"
         whole = build_network(spec) if memory else without_memory(lambda: build_network(spec))
-        self.borrowed = {name: Borrowed(_tensor(whole, name)) for name in borrows}
+        self.borrowed = {name: BorrowedParameter(_tensor(whole, name)) for name in borrows}
         self._places = sorted((place, name) for name, place in borrows.items())
-        self.network = _pruned(whole, wanted)  # without what other pieces have
+        self.network = _pruned(whole, needed)  # without what other pieces have
         self._lends = {name: sorted(tied[name] & names)[0] for name in lends}
         self._rows = rows
         self._constants = nn.Module()
-        known = {other: one for name, one in self.borrowed.items() for other in tied[name]}
+        known = {other: tensor for name, tensor in self.borrowed.items() for other in tied[name]}
         self._train, self._eval = (
-            Operations(one, section, self.network, self._constants, known)
-            for one, section in sections.items()
+            Operations(trace, section, self.network, self._constants, known)
+            for trace, section in sections.items()
         )
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the operations on values of earlier pieces, then inputs of the data."""
-        given = [one.contiguous() for one in inputs]  # rows of several outputs are not
+        values = [value.contiguous() for value in inputs]  # rows of several outputs are not
         for place, name in reversed(self._places):
-            self.borrowed[name].take(given.pop(place))
-        outputs = (self._train if self.training else self._eval)(*given)
+            self.borrowed[name].take(values.pop(place))
+        outputs = (self._train if self.training else self._eval)(*values)
         if self._lends:
             lent = (self.lent(name) for name in self._lends)
-            outputs += tuple(rows_of(one, len(outputs[0]), self._rows) for one in lent)
+            outputs += tuple(rows_of(parameter, len(outputs[0]), self._rows) for parameter in lent)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def train(self, mode: bool = True) -> Piece:
@@ -188,12 +188,12 @@ class Piece(nn.Module):
 
 def tie(pieces: Iterable[nn.Module]) -> None:
     """Let pieces in one process share their tied parameters, as the network itself does."""
-    found = [one for one in pieces if isinstance(one, Piece)]
-    lent = {name: piece.lent(name) for piece in found for name in piece.lends}
-    for piece in found:
-        for name, one in piece.borrowed.items():
+    parts = [piece for piece in pieces if isinstance(piece, Piece)]
+    lent = {name: piece.lent(name) for piece in parts for name in piece.lends}
+    for piece in parts:
+        for name, parameter in piece.borrowed.items():
             if name in lent:
-                one.fix(lent[name])
+                parameter.fix(lent[name])
 
 
 def _tensor(network: nn.Module, name: str) -> Tensor:
@@ -201,13 +201,13 @@ def _tensor(network: nn.Module, name: str) -> Tensor:
     return cast("Tensor", getattr(network.get_submodule(path), leaf))
 
 
-def _pruned(network: nn.Module, wanted: set[str]) -> nn.Module:
+def _pruned(network: nn.Module, names: set[str]) -> nn.Module:
     """Take everything but some tensors out of a network; its modules stay what they are."""
     for path, module in network.named_modules():
-        for own in (module._parameters, module._buffers):
-            for name in list(own):
-                if own[name] is not None and (f"{path}.{name}" if path else name) not in wanted:
-                    own[name] = None
+        for tensors in (module._parameters, module._buffers):
+            for name in list(tensors):
+                if tensors[name] is not None and (f"{path}.{name}" if path else name) not in names:
+                    tensors[name] = None
     _drop_empty(network)
     return network
 
@@ -217,31 +217,33 @@ def _drop_empty(module: nn.Module) -> bool:
         if child is not None and _drop_empty(child):
             del module._modules[name]
     tensors = [*module._parameters.values(), *module._buffers.values()]
-    return not module._modules and all(one is None for one in tensors)
+    return not module._modules and all(tensor is None for tensor in tensors)
 
 
-def _program(one: Trace, section: Section) -> fx.GraphModule:
+def _program(trace: Trace, section: Section) -> fx.GraphModule:
     """Return a section as a program of its device, its tensors and its inputs."""
     graph = fx.Graph()
     device = graph.placeholder("device")
     new: dict[fx.Node, fx.Node] = {}
     for node in section.tensors:
         new[node] = graph.placeholder(node.name)
-    by_name = {node.name: node for node in one.graph.nodes if node.op == "placeholder"}
-    inputs = [*section.takes, *(by_name[one.data[number]] for number in section.data)]
+    by_name = {node.name: node for node in trace.graph.nodes if node.op == "placeholder"}
+    inputs = [*section.takes, *(by_name[trace.data[number]] for number in section.data)]
     new |= {node: graph.placeholder(node.name) for node in inputs}
     batch = graph.call_function(torch.ops.aten.sym_size.int, (new[inputs[0]], 0))
-    own = {one.memory(node) for operation in section.own for node in changed(operation)}
+    memories = {
+        trace.memory(node) for operation in section.operations for node in changed(operation)
+    }
     for node in inputs:
-        if node in section.takes and (layout := one.layout(node)) != (0, 1):
+        if node in section.takes and (layout := trace.layout(node)) != (0, 1):
             new[node] = graph.call_function(_as_it_was, (new[node], *layout))
-        if node in section.takes and (order := one.order(node)) is not None:
+        if node in section.takes and (order := trace.order(node)) is not None:
             new[node] = graph.call_function(_in_order, (new[node], order))
-        if one.memory(node) in own:
+        if trace.memory(node) in memories:
             new[node] = graph.call_function(torch.ops.aten.clone.default, (new[node],))
 
     def taken(node: fx.Node) -> fx.Node:
-        if node not in new and one.is_size(node):
+        if node not in new and trace.is_size(node):
             size = symbol(node.meta["val"])
             new[node] = graph.call_function(_sized(size), (batch,)) if size.args else batch
         return new[node]
@@ -249,18 +251,18 @@ def _program(one: Trace, section: Section) -> fx.GraphModule:
     def on(value: Any) -> Any:
         return device if isinstance(value, torch.device) else value
 
-    for node in section.own:
+    for node in section.operations:
         copy = new[node] = graph.node_copy(node, taken)
         if "modes" in node.meta:
             copy.target = under(cast("Callable[..., Any]", copy.target), node.meta["modes"])
         copy.args = fx.node.map_aggregate(copy.args, on)  # the inputs' device
         copy.kwargs = fx.node.map_aggregate(copy.kwargs, on)
-    given = [taken(node) for node in section.gives]
+    outputs = [taken(node) for node in section.gives]
     for number, node in enumerate(section.gives):
-        layout = one.layout(node)
+        layout = trace.layout(node)
         if layout != (0, 1) and not any(user.op == "output" for user in node.users):
-            given[number] = graph.call_function(_batch_first, (given[number], *layout))
-    graph.output(tuple(given))
+            outputs[number] = graph.call_function(_batch_first, (outputs[number], *layout))
+    graph.output(tuple(outputs))
     graph.lint()
     return fx.GraphModule(nn.Module(), graph, class_name="Piece")
 

@@ -51,33 +51,33 @@ class Program:
     @cached_property
     def cuts(self) -> dict[str, Cut]:
         """All cuts by name, from the first to the last; several names may mean one."""
-        found: dict[str, Cut] = {}
+        cuts: dict[str, Cut] = {}
         shortest: dict[int, str] = {}
         for name, (_, end) in self.train.spans.items():
             if name in self.eval.spans and end < self.train.last:
                 shortest[end] = min(shortest.get(end, name), name, key=len)
-        for name, (_, end) in sorted(self.train.spans.items(), key=lambda one: one[1][1]):
+        for name, (_, end) in sorted(self.train.spans.items(), key=lambda item: item[1][1]):
             if end in shortest and name in self.eval.spans:
-                found[name] = self._cut(shortest[end], end)
-        return found
+                cuts[name] = self._cut(shortest[end], end)
+        return cuts
 
     def _cut(self, name: str, end: int) -> Cut:
         passing = self.train.passing(end)
         samples = [self.train.sample(node) for node in passing]
-        end_of = {one: one.spans[name][1] for one in self.traces}
+        end_of = {trace: trace.spans[name][1] for trace in self.traces}
         others = self.eval.passing(end_of[self.eval])
         also = [self.eval.sample(node) for node in others]
         layouts = [self.train.layout(node) for node in passing]
-        values = [one for one in samples if isinstance(one, TensorSpec)]
-        types = {one.dtype for one in values}
-        stale = [found for one in self.traces if (found := one.stale(end_of[one]))]
+        values = [value for value in samples if isinstance(value, TensorSpec)]
+        types = {value.dtype for value in values}
+        stale = [stale_node for trace in self.traces if (stale_node := trace.stale(end_of[trace]))]
         if shared := self._shared(end_of):
             reason = f"operations on both sides use {shared!r}, which 'forward' changes"
-        elif wrong := [one for one in samples if isinstance(one, str)]:
+        elif wrong := [sample for sample in samples if isinstance(sample, str)]:
             reason = wrong[0]
         elif also != samples or layouts != [self.eval.layout(node) for node in others]:
             reason = "other values pass in eval mode than in train mode"
-        elif len(types) > 1 or not all("float" in one for one in types):
+        elif len(types) > 1 or not all("float" in dtype for dtype in types):
             reason = f"values of types {', '.join(sorted(types))} pass"
         elif stale:
             reason = f"a value that passes ({stale[0].name}) is changed in place later"
@@ -89,15 +89,17 @@ class Program:
     def _shared(self, ends: Mapping[Trace, int]) -> str | None:
         """Return a tensor that is changed, and is used before and after a cut."""
         sides: dict[str, set[bool]] = {}
-        for one, end in ends.items():
-            for placeholder, uses in one.uses.items():
-                name = one.names.get(placeholder, placeholder)
+        for trace, end in ends.items():
+            for placeholder, uses in trace.uses.items():
+                name = trace.names.get(placeholder, placeholder)
                 sides.setdefault(name, set()).update(number > end for number in uses)
         return next((name for name in self._state if len(sides.get(name, ())) > 1), None)
 
     @cached_property
     def _state(self) -> list[str]:
-        return sorted({one.names.get(name, name) for one in self.traces for name in one.state})
+        return sorted(
+            {trace.names.get(name, name) for trace in self.traces for name in trace.state}
+        )
 
     @property
     def obstacles(self) -> str | None:
@@ -107,8 +109,11 @@ class Program:
             if cut.reason is not None:
                 places.setdefault(cut.reason, {})[cut.name] = None
         told = []
-        for reason, found in sorted(places.items(), key=lambda one: -len(one[1]))[:4]:
-            names = sorted(found, key=lambda one: (one.count("."), list(found).index(one)))
+        for reason, cut_names in sorted(places.items(), key=lambda item: -len(item[1]))[:4]:
+            names = sorted(
+                cut_names,
+                key=lambda cut_name: (cut_name.count("."), list(cut_names).index(cut_name)),
+            )
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             told.append(f"not after {', '.join(names[:3])}{more}: {reason}")
         return "\n  ".join(told) or None
@@ -125,8 +130,8 @@ class Program:
         return cut
 
     def _near(self, name: str) -> str:
-        possible = [one for one, cut in self.cuts.items() if cut.reason is None]
-        top = [one for one in possible if "." not in one]
+        possible = [other for other, cut in self.cuts.items() if cut.reason is None]
+        top = [other for other in possible if "." not in other]
         return suggestion(name, possible) or f"it can be after {', '.join(top or possible[:9])} …"
 
     @property
@@ -143,7 +148,7 @@ class Section:
     data: list[int]  # numbers of the data's inputs that it needs
     tensors: list[fx.Node]  # placeholders of its parameters, buffers and constants
     gives: list[fx.Node]  # values that later pieces take, or the network's output
-    own: list[fx.Node]  # its operations in their order, with those that follow from the data
+    operations: list[fx.Node]  # its operations in their order, with those that follow from the data
 
     @classmethod
     def pair(cls, program: Program, after: str | None, until: str | None) -> tuple[Section, ...]:
@@ -156,9 +161,11 @@ class Section:
 
         def alike(cut: str | None, nodes: Collection[fx.Node]) -> list[fx.Node]:
             passing = (
-                [one.passing(one.spans[cut][1]) for one in program.traces] if cut else [[], []]
+                [trace.passing(trace.spans[cut][1]) for trace in program.traces]
+                if cut
+                else [[], []]
             )
-            return [other for own, other in zip(*passing, strict=True) if own in nodes]
+            return [other for node, other in zip(*passing, strict=True) if node in nodes]
 
         evaluated = cls.of(program.eval, after, until, alike(until, train.gives) if until else None)
         takes = alike(after, train.takes)
@@ -173,48 +180,48 @@ class Section:
     @classmethod
     def of(
         cls,
-        one: Trace,
+        trace: Trace,
         after: str | None,
         until: str | None,
         gives: list[fx.Node] | None = None,
     ) -> Section:
         """Find it between two cuts; None is the beginning, or the end."""
-        first = -1 if after is None else one.spans[after][1]
-        last = one.last if until is None else one.spans[until][1]
-        own = one.operations(first, last)
+        first = -1 if after is None else trace.spans[after][1]
+        last = trace.last if until is None else trace.spans[until][1]
+        operations = trace.operations(first, last)
         if until is None:
-            (output,) = (node for node in one.graph.nodes if node.op == "output")
+            (output,) = (node for node in trace.graph.nodes if node.op == "output")
             gives = list(output.all_input_nodes)
         elif gives is None:
-            passing = set(one.passing(last))
-            gives = [node for node in own if node in passing]
-        inside, needed = set(own), dict[fx.Node, None]()
-        left = [*gives, *(node for operation in own for node in operation.all_input_nodes)]
-        while left:
-            node = left.pop()
-            if node not in inside and node not in needed and not one.is_size(node):
+            passing = set(trace.passing(last))
+            gives = [node for node in operations if node in passing]
+        inside, needed = set(operations), dict[fx.Node, None]()
+        queue = [*gives, *(node for operation in operations for node in operation.all_input_nodes)]
+        while queue:
+            node = queue.pop()
+            if node not in inside and node not in needed and not trace.is_size(node):
                 needed[node] = None
-                if node in one.free:  # what follows from the data is computed again
-                    changes = one.changes.get(one.memory(node), ())
-                    left += node.all_input_nodes
-                    left += (change for change in changes if one.number(change) <= last)
-        places = {node: number for number, node in enumerate(one.graph.nodes)}
+                if node in trace.free:  # what follows from the data is computed again
+                    changes = trace.changes.get(trace.memory(node), ())
+                    queue += node.all_input_nodes
+                    queue += (change for change in changes if trace.number(change) <= last)
+        places = {node: number for number, node in enumerate(trace.graph.nodes)}
         ordered = sorted(needed, key=lambda node: places[node])
-        again = [node for node in ordered if node.op == "call_function" and node in one.free]
+        again = [node for node in ordered if node.op == "call_function" and node in trace.free]
         placeholders = [node for node in ordered if node.op == "placeholder"]
-        data = [one.data.index(node.name) for node in placeholders if node.name in one.data]
-        takes = [node for node in ordered if node.op != "placeholder" and node not in one.free]
+        data = [trace.data.index(node.name) for node in placeholders if node.name in trace.data]
+        takes = [node for node in ordered if node.op != "placeholder" and node not in trace.free]
         return cls(
             takes=takes,
             data=sorted(data) if takes or data else [0],  # for the batch's size
-            tensors=[node for node in placeholders if node.name not in one.data],
+            tensors=[node for node in placeholders if node.name not in trace.data],
             gives=gives,
-            own=sorted([*own, *again], key=lambda node: places[node]),
+            operations=sorted([*operations, *again], key=lambda node: places[node]),
         )
 
     @property
     def paths(self) -> set[str]:
         """Names of the network's modules that have its operations."""
-        stacks = (node.meta.get("nn_module_stack", {}) for node in self.own)
+        stacks = (node.meta.get("nn_module_stack", {}) for node in self.operations)
         paths = {f"{path}." for stack in stacks for path, _ in stack.values()}
         return {path.removeprefix(WRAPPED).removesuffix(".") for path in paths}

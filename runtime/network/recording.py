@@ -30,7 +30,7 @@ _REFUSED = {
 }
 
 
-class _Applied(HigherOrderOperator):
+class _FunctionOperator(HigherOrderOperator):
     """An ``autograd.Function`` as one operation."""
 
     def __init__(self, function: Any) -> None:
@@ -41,10 +41,10 @@ class _Applied(HigherOrderOperator):
         return self.function.apply(*args)
 
 
-_applied = lru_cache(maxsize=None)(_Applied)
+_applied = lru_cache(maxsize=None)(_FunctionOperator)
 
 
-class _Replaced(TorchFunctionMode):
+class _Replacements(TorchFunctionMode):
     """Replaces, or refuses, what a traced program does not have."""
 
     def __torch_function__(
@@ -79,10 +79,10 @@ def recording() -> Iterator[None]:
             return plain(function, *args, **kwargs)
         if function is torch.utils.checkpoint.CheckpointFunction:
             return args[0](*args[2:])
-        for one in pytree.tree_leaves(args):
-            if not isinstance(one, (Tensor, *_NUMBERS)):
+        for argument in pytree.tree_leaves(args):
+            if not isinstance(argument, (Tensor, *_NUMBERS)):
                 raise SpecError(
-                    f"the autograd.Function {function.__name__} takes a {type(one).__name__}: "
+                    f"the autograd.Function {function.__name__} takes a {type(argument).__name__}: "
                     "one that takes tensors and numbers alone can be traced"
                 )
         with disable_proxy_modes_tracing():
@@ -110,7 +110,7 @@ def recording() -> Iterator[None]:
         for owner, name, value in replaced:
             stack.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, value)
-        stack.enter_context(_Replaced())
+        stack.enter_context(_Replacements())
         yield
 
 
@@ -123,22 +123,22 @@ def inline(program: fx.GraphModule) -> fx.Graph:
     for node in list(graph.nodes):
         if node.op != "call_function" or "wrap_with" not in getattr(node.target, "__name__", ""):
             continue
-        body = next(one for one in node.all_input_nodes if one.op == "get_attr")
+        body = next(operand for operand in node.all_input_nodes if operand.op == "get_attr")
         at = node.args.index(body)
         context = torch.set_grad_enabled if at == 1 else torch.autocast
         modes = (partial(context, *node.args[:at]),)
         inner = inline(getattr(program, str(body.target)))
         new: dict[fx.Node, Any] = {}
-        given = iter(node.args[at + 1 :])
+        arguments = iter(node.args[at + 1 :])
         with graph.inserting_before(node):
-            for one in inner.nodes:
-                if one.op == "placeholder":
-                    new[one] = next(given)
-                elif one.op == "output":
-                    outputs = fx.node.map_arg(one.args[0], new.__getitem__)
+            for operation in inner.nodes:
+                if operation.op == "placeholder":
+                    new[operation] = next(arguments)
+                elif operation.op == "output":
+                    outputs = fx.node.map_arg(operation.args[0], new.__getitem__)
                 else:
-                    new[one] = graph.node_copy(one, new.__getitem__)
-                    new[one].meta["modes"] = modes + one.meta.get("modes", ())
+                    new[operation] = graph.node_copy(operation, new.__getitem__)
+                    new[operation].meta["modes"] = modes + operation.meta.get("modes", ())
         for user in list(node.users):
             user.replace_all_uses_with(outputs[user.args[1]])
             graph.erase_node(user)

@@ -39,7 +39,7 @@ class NetworkSpec(BaseModel):
     @field_validator("example", mode="before")
     @classmethod
     def _written(cls, value: Any) -> Any:
-        return [read_tensor(one) if isinstance(one, str) else one for one in value]
+        return [read_tensor(entry) if isinstance(entry, str) else entry for entry in value]
 
     @field_validator("returns", mode="before", json_schema_input_type=str | int | None)
     @classmethod
@@ -49,7 +49,7 @@ class NetworkSpec(BaseModel):
     def to_yaml(self) -> dict[str, Any]:
         """Return it as a chain file has it."""
         written = self.model_dump(by_alias=True, exclude_defaults=True)
-        return {**written, "example": [write_tensor(one) for one in self.example]}
+        return {**written, "example": [write_tensor(tensor) for tensor in self.example]}
 
 
 def read_tensor(text: str) -> TensorSpec:
@@ -66,10 +66,10 @@ def write_tensor(tensor: TensorSpec) -> str:
 
 
 WRAPPED = "network."
-"""Where :class:`Wrapped` has the network."""
+"""Where :class:`NetworkWrapper` has the network."""
 
 
-class Wrapped(nn.Module):
+class NetworkWrapper(nn.Module):
     """A network that takes the data's inputs in their order, and returns one tensor."""
 
     def __init__(self, network: nn.Module, spec: NetworkSpec) -> None:
@@ -84,10 +84,10 @@ class Wrapped(nn.Module):
             y = self.network(*xs)
         if isinstance(y, Tensor):
             return y  # in one of the two modes, perhaps
-        found = None if self._returns is None else _tensor_at(y, self._returns.split("."))
-        if found is None:
+        tensor = None if self._returns is None else _tensor_at(y, self._returns.split("."))
+        if tensor is None:
             places = sorted(_places(y, (), set()), key=len)
-            names = ", ".join(repr(".".join(one)) for one in places[:8])
+            names = ", ".join(repr(".".join(path)) for path in places[:8])
             raise SpecError(
                 f"forward returns {type(y).__name__} in {'train' if self.training else 'eval'} mode"
                 + ("" if self._returns is None else f", without a tensor {self._returns!r}"),
@@ -95,7 +95,7 @@ class Wrapped(nn.Module):
                 if places
                 else "there is no tensor in it",
             )
-        return found
+        return tensor
 
 
 def _tensor_at(y: Any, path: Sequence[str]) -> Tensor | None:
@@ -103,9 +103,9 @@ def _tensor_at(y: Any, path: Sequence[str]) -> Tensor | None:
     if isinstance(y, Tensor) or not path:
         return y if isinstance(y, Tensor) and not path else None
     for end in range(1, len(path) + 1):
-        for one in _inside(y, ".".join(path[:end])):
-            if (found := _tensor_at(one, path[end:])) is not None:
-                return found
+        for value in _inside(y, ".".join(path[:end])):
+            if (tensor := _tensor_at(value, path[end:])) is not None:
+                return tensor
     return None
 
 
@@ -130,9 +130,9 @@ def _places(y: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str
         items = zip(getattr(y, "_fields", range(len(y))), y, strict=True)
     else:
         names = [*getattr(y, "__dataclass_fields__", ()), *getattr(y, "__dict__", ())]
-        items = [(one, getattr(y, one, None)) for one in names if not one.startswith("_")]
-    for name, one in dict(items).items():
-        yield from _places(one, (*path, str(name)), seen)
+        items = [(name, getattr(y, name, None)) for name in names if not name.startswith("_")]
+    for name, value in dict(items).items():
+        yield from _places(value, (*path, str(name)), seen)
 
 
 def build_network(spec: NetworkSpec) -> nn.Module:
@@ -169,12 +169,12 @@ _FRAME = r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)'
 def guilty_line(error: BaseException) -> tuple[str, str]:
     """Return where in the user's code an error comes from, and that line of code."""
     torchs = str(Path(torch.__file__).parent)
-    own = str(Path(__file__).parents[1])
+    package = str(Path(__file__).parents[1])
     for file, line, code in reversed(re.findall(_FRAME, str(error))):
-        if not file.startswith((torchs, own)):
+        if not file.startswith((torchs, package)):
             return f" ({file}:{line})", code.strip()
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((torchs, own, "<")):
+        if not frame.filename.startswith((torchs, package, "<")):
             return f" ({frame.filename}:{frame.lineno})", (frame.line or "").strip()
     return "", ""
 

@@ -58,32 +58,35 @@ class Trace:
             and (node.name.startswith("p_") or self.memory(node) in self.changes)
         }
         while True:
-            found: set[fx.Node] = set()
+            nodes: set[fx.Node] = set()
             for node in self.graph.nodes:
                 if self.memory(node) not in bound and (
                     node.op == "placeholder"
                     or (
                         node.op == "call_function"
                         and not _draws(node)
-                        and all(one in found or self.is_size(one) for one in node.all_input_nodes)
+                        and all(
+                            operand in nodes or self.is_size(operand)
+                            for operand in node.all_input_nodes
+                        )
                     )
                 ):
-                    found.add(node)
+                    nodes.add(node)
             others = {
-                memory for memory, changes in self.changes.items() if not found.issuperset(changes)
+                memory for memory, changes in self.changes.items() if not nodes.issuperset(changes)
             }
             if others <= bound:
-                return frozenset(found)
+                return frozenset(nodes)
             bound |= others
 
     @cached_property
     def changes(self) -> dict[object, list[fx.Node]]:
         """The operations that change the memory of tensors, by that memory, in their order."""
-        found: dict[object, list[fx.Node]] = {}
+        by_memory: dict[object, list[fx.Node]] = {}
         for node in self._order:
-            for one in changed(node):
-                found.setdefault(self.memory(one), []).append(node)
-        return found
+            for tensor in changed(node):
+                by_memory.setdefault(self.memory(tensor), []).append(node)
+        return by_memory
 
     @cached_property
     def state(self) -> set[str]:
@@ -103,12 +106,12 @@ class Trace:
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 names.setdefault(self.memory(node), []).append(node.name)
-        found: dict[str, tuple[int, int]] = {}
+        ends: dict[str, tuple[int, int]] = {}
         for node, number in self._order.items():
-            for one in node.all_input_nodes:
-                for name in names.get(self.memory(one), ()):
-                    found[name] = found.get(name, (number, number))[0], number
-        return found
+            for operand in node.all_input_nodes:
+                for name in names.get(self.memory(operand), ()):
+                    ends[name] = ends.get(name, (number, number))[0], number
+        return ends
 
     def memory(self, node: fx.Node) -> object:
         """Return what is the same for tensors that share memory."""
@@ -126,7 +129,7 @@ class Trace:
         """
         for memory, changes in self.changes.items():
             members = [node for node in self._order if self.memory(node) == memory]
-            late = [one for one in changes if self._order[one] > position]
+            late = [change for change in changes if self._order[change] > position]
             if not late or not members or self._order[members[0]] > position:
                 continue
             if members[0] in self.free:
@@ -135,16 +138,22 @@ class Trace:
             def base(node: fx.Node, memory: object = memory) -> fx.Node:
                 while self._order.get(node, -1) > position:
                     inputs = node.all_input_nodes
-                    node = next((one for one in inputs if self.memory(one) == memory), inputs[0])
+                    node = next(
+                        (operand for operand in inputs if self.memory(operand) == memory), inputs[0]
+                    )
                 return node
 
             for change in late:
-                own = {base(one) for one in changed(change) if self.memory(one) == memory}
-                for one in members:
-                    last = max(self._order.get(user, self.last + 1) for user in [*one.users, one])
-                    early = self._order[one] <= position
-                    if last > self._order[change] and (early or base(one) not in own):
-                        return one
+                bases = {
+                    base(tensor) for tensor in changed(change) if self.memory(tensor) == memory
+                }
+                for member in members:
+                    last = max(
+                        self._order.get(user, self.last + 1) for user in [*member.users, member]
+                    )
+                    early = self._order[member] <= position
+                    if last > self._order[change] and (early or base(member) not in bases):
+                        return member
         return None
 
     @cached_property
@@ -157,14 +166,14 @@ class Trace:
     def spans(self) -> dict[str, tuple[int, int]]:
         """For each module that is called once, the numbers of its first and last operation."""
         calls: dict[str, set[str]] = {}
-        found: dict[str, tuple[int, int]] = {}
+        spans: dict[str, tuple[int, int]] = {}
         for node, number in self._order.items():
             for key, (path, _) in node.meta.get("nn_module_stack", {}).items():
                 path = f"{path}.".removeprefix(WRAPPED).removesuffix(".")
                 if path and node not in self.free:
                     calls.setdefault(path, set()).add(key)
-                    found[path] = found.get(path, (number, number))[0], number
-        return {path: span for path, span in found.items() if len(calls[path]) == 1}
+                    spans[path] = spans.get(path, (number, number))[0], number
+        return {path: span for path, span in spans.items() if len(calls[path]) == 1}
 
     def number(self, node: fx.Node) -> int:
         """Return the number of an operation."""
@@ -196,14 +205,14 @@ class Trace:
             return f"{node.name}, which is no tensor, passes"
         shape = tuple(value.shape)
         wrong = f"a value of shape {shape} passes, which "
-        sizes = [one for one, size in enumerate(shape) if symbol(size) is not None]
+        sizes = [axis for axis, size in enumerate(shape) if symbol(size) is not None]
         if not sizes:
             return wrong + "does not have the batch as a dimension"
-        times = [symbol(shape[sizes[0]]) / one for one in self.batch]
-        found = [int(one) for one in times if one.is_Integer]
-        if len(sizes) > 1 or not found:
+        times = [symbol(shape[sizes[0]]) / size for size in self.batch]
+        factors = [int(factor) for factor in times if factor.is_Integer]
+        if len(sizes) > 1 or not factors:
             return wrong + "depends on the batch in more than one dimension"
-        return sizes[0], found[0]
+        return sizes[0], factors[0]
 
     def order(self, node: fx.Node) -> tuple[int, ...] | None:
         """Return the dimensions of a value by their strides; None if those are the usual ones.
@@ -211,9 +220,11 @@ class Trace:
         Random numbers are drawn in the order of the memory.
         """
         value = node.meta["val"]
-        steps = [one.node.hint if isinstance(one, torch.SymInt) else one for one in value.stride()]
-        found = tuple(sorted(range(value.dim()), key=lambda at: -steps[at]))
-        return None if found == tuple(range(value.dim())) else found
+        steps = [
+            step.node.hint if isinstance(step, torch.SymInt) else step for step in value.stride()
+        ]
+        dims = tuple(sorted(range(value.dim()), key=lambda at: -steps[at]))
+        return None if dims == tuple(range(value.dim())) else dims
 
     def sample(self, node: fx.Node) -> TensorSpec | str:
         """Return one sample of a node's value, the batch first, or why it has none."""
@@ -249,18 +260,18 @@ def changed(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None:
         return []
-    given = dict(zip((one.name for one in schema.arguments), node.args, strict=False))
-    given |= node.kwargs
+    arguments = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False))
+    arguments |= node.kwargs
     names = [
-        one.name
-        for one in schema.arguments
-        if one.alias_info is not None and one.alias_info.is_write
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    if given.get("training", given.get("use_input_stats")) is True:
+    if arguments.get("training", arguments.get("use_input_stats")) is True:
         names += ["running_mean", "running_var"]  # of which the schema does not tell
-    found: list[fx.Node] = []
-    fx.node.map_arg([given.get(name) for name in names], found.append)
-    return found
+    tensors: list[fx.Node] = []
+    fx.node.map_arg([arguments.get(name) for name in names], tensors.append)
+    return tensors
 
 
 def _changes_something(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from dni_runtime.network.recording import assign_early, inline, plain_attributes
 from dni_runtime.network.source import (
     WRAPPED,
     NetworkSpec,
-    Wrapped,
+    NetworkWrapper,
     build_network,
     first_line,
     guilty_line,
@@ -57,19 +57,19 @@ def _traced(document: str, build: Callable[..., Any]) -> Program:
             mode, network = contextlib.nullcontext(), build_network(spec)
         with mode:
             example = tuple(
-                torch.zeros(_BATCH, *one.shape, dtype=getattr(torch, one.dtype))
-                for one in spec.example
+                torch.zeros(_BATCH, *sample.shape, dtype=getattr(torch, sample.dtype))
+                for sample in spec.example
             )
         return _program_of(spec, network, example)
 
 
 def _tensors(network: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that are neither parameters nor buffers of a network, by name."""
-    found = plain_attributes(network).items()
-    return {name: one for name, one in found if isinstance(one, Tensor)}
+    attributes = plain_attributes(network).items()
+    return {name: value for name, value in attributes if isinstance(value, Tensor)}
 
 
-class _Traced(Wrapped):
+class _TraceWrapper(NetworkWrapper):
     """A network while it is traced."""
 
     def __init__(self, network: nn.Module, spec: NetworkSpec) -> None:
@@ -86,8 +86,8 @@ class _Traced(Wrapped):
             y = super().forward(*xs)
         after = plain_attributes(network)
         self.replaced.update(name for name in after if after[name] is not before.get(name))
-        for (path, module), own in zip(network.named_modules(), buffers, strict=True):
-            for name, old in own.items():
+        for (path, module), old_buffers in zip(network.named_modules(), buffers, strict=True):
+            for name, old in old_buffers.items():
                 new, whole = module._buffers.get(name), f"{path}.{name}".removeprefix(".")
                 if new is old:
                     continue
@@ -107,7 +107,7 @@ def _program_of(spec: NetworkSpec, network: nn.Module, example: tuple[Tensor, ..
                 hint="hooks of parameters are called, and so is the 'backward' of an "
                 "autograd.Function in forward",
             )
-    wrapped = _Traced(network, spec)
+    wrapped = _TraceWrapper(network, spec)
     traces = {}
     for training in (True, False):
         wrapped.train(training)
@@ -122,7 +122,7 @@ def _program_of(spec: NetworkSpec, network: nn.Module, example: tuple[Tensor, ..
         for names in same.values()
         for name in names
     }
-    used = {name for one in traces.values() for name in one.names.values()}
+    used = {name for trace in traces.values() for name in trace.names.values()}
     train, places = traces[True], dict[str, int]()
     for placeholder, (first, _) in train.uses.items():
         path = train.names.get(placeholder, "").rpartition(".")[0]
@@ -135,7 +135,7 @@ def _program_of(spec: NetworkSpec, network: nn.Module, example: tuple[Tensor, ..
     return Program(spec, train, traces[False], aliases, unused)
 
 
-def _export(spec: NetworkSpec, wrapped: _Traced, example: tuple[Tensor, ...]) -> Trace:
+def _export(spec: NetworkSpec, wrapped: _TraceWrapper, example: tuple[Tensor, ...]) -> Trace:
     axis = {0: torch.export.Dim.AUTO}
     wrapped.assigned.clear()
     try:
@@ -159,18 +159,18 @@ def _export(spec: NetworkSpec, wrapped: _Traced, example: tuple[Tensor, ...]) ->
     kinds = torch.export.graph_signature.InputKind
     names, constants, data = {}, {}, []
     used = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    for one in program.graph_signature.input_specs:
-        name = one.arg.name
-        if one.kind is kinds.USER_INPUT:
+    for input_spec in program.graph_signature.input_specs:
+        name = input_spec.arg.name
+        if input_spec.kind is kinds.USER_INPUT:
             data.append(name)
         elif not used[name].users:
             continue
-        elif one.kind is kinds.CONSTANT_TENSOR:
-            assert one.target is not None
-            constants[name] = cast("Tensor", program.constants[one.target])
+        elif input_spec.kind is kinds.CONSTANT_TENSOR:
+            assert input_spec.target is not None
+            constants[name] = cast("Tensor", program.constants[input_spec.target])
         else:
-            assert one.target is not None
-            names[name] = one.target.removeprefix(WRAPPED)
+            assert input_spec.target is not None
+            names[name] = input_spec.target.removeprefix(WRAPPED)
             if names[name] in wrapped.assigned:
                 assign_early(graph, used[name])
     for name in data:
@@ -180,30 +180,30 @@ def _export(spec: NetworkSpec, wrapped: _Traced, example: tuple[Tensor, ...]) ->
                 "batch's size as a constant",
                 hint="write x.shape[0] where forward has a number or len(x), or -1 in view",
             )
-    one = Trace(graph, names, constants, tuple(data))
-    _check_constants(spec, wrapped, one)
-    return one
+    trace = Trace(graph, names, constants, tuple(data))
+    _check_constants(spec, wrapped, trace)
+    return trace
 
 
-def _check_constants(spec: NetworkSpec, wrapped: _Traced, one: Trace) -> None:
+def _check_constants(spec: NetworkSpec, wrapped: _TraceWrapper, trace: Trace) -> None:
     """Refuse plain tensors that are no constants."""
     network = wrapped.network
     plain = _tensors(network)
     names = {id(tensor): name for name, tensor in plain.items()}
     trained = {tensor.untyped_storage()._cdata for tensor in network.state_dict().values()}
-    again: dict[str, Tensor] | None = None
-    for node in one.graph.nodes:
-        tensor = one.constants.get(node.name)
+    rebuilt: dict[str, Tensor] | None = None
+    for node in trace.graph.nodes:
+        tensor = trace.constants.get(node.name)
         if node.op != "placeholder" or tensor is None or id(tensor) not in names:
             continue
         name, wrong = names[id(tensor)], None
-        if name in wrapped.replaced or node.name in one.state:
+        if name in wrapped.replaced or node.name in trace.state:
             wrong = "which 'forward' changes"
         elif not tensor.is_leaf or tensor.untyped_storage()._cdata in trained:
             wrong = "which follows from a parameter or buffer"
         else:
-            again = _tensors(build_network(spec)) if again is None else again
-            if name not in again or not torch.equal(again[name], tensor):
+            rebuilt = _tensors(build_network(spec)) if rebuilt is None else rebuilt
+            if name not in rebuilt or not torch.equal(rebuilt[name], tensor):
                 wrong = f"which is another one each time that {spec.target} is called"
         if wrong is not None:
             raise SpecError(

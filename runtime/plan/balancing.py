@@ -22,7 +22,7 @@ from dni_runtime.spec.replicas import replicas_of
 from dni_runtime.split.balance import SLACK, Balance
 from dni_runtime.split.chainfile import HEADER, chain_text
 from dni_runtime.split.network import Recut, cut_again
-from dni_runtime.split.plan import Request
+from dni_runtime.split.plan import SplitRequest
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def balance_run(record: Record, balance: Balance = "time", links: str = "fast") 
 
 def _batch_seconds(run: RunDir, workers: Sequence[str]) -> float | None:
     """Return a module's seconds for a batch; its replicas share the batches."""
-    found = worker_seconds(run, workers)
-    return None if found is None else found / len(workers)
+    seconds = worker_seconds(run, workers)
+    return None if seconds is None else seconds / len(workers)
 
 
 def _proposed(
@@ -125,7 +125,7 @@ def _proposed(
             "hand ('dnictl bench module' measures them, 'dnictl up --carry' goes on)",
         )
     count = range(len(pieces))
-    wanted = Request(
+    request = SplitRequest(
         at=tuple(piece.args["until"] for piece in pieces[:-1]),
         balance=balance,
         links=links,
@@ -139,7 +139,7 @@ def _proposed(
     with naming_file(path), importing_from(base):
         info = describe(with_defaults(chain.data.of_replica(1)), base)
         spec = NetworkSpec.model_validate(pieces[0].args["network"])
-        recut = cut_again(spec, build_network(spec).train(), info, wanted, measured)
+        recut = cut_again(spec, build_network(spec).train(), info, request, measured)
     document: dict[str, Any] = parse_yaml(text, str(path))[0]
     modules = document.pop("modules")
     document.pop("network", None)
@@ -148,6 +148,6 @@ def _proposed(
         base=text,
         recut=recut,
         hosts=hosts or [None] * len(count),
-        measured=[one is not None for one in measured] or [False] * len(count),
+        measured=[seconds is not None for seconds in measured] or [False] * len(count),
         text=chain_text(document, spec, recut.better, modules),
     )

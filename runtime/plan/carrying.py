@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from dni_runtime.core.layers import tensors_of
 from dni_runtime.errors import UsageError
-from dni_runtime.plan.prepare import Carried, Prepared, importing_from
+from dni_runtime.plan.prepare import CheckedChain, Origin, importing_from
 from dni_runtime.run.cuts import choose_cut, read_document
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
@@ -21,7 +21,7 @@ _OF_THE_STREAM = ("dataset", "batch_size", "shuffle", "streams", "train_limit", 
 """Settings of the data that say which samples a batch has."""
 
 
-def carry_over(prepared: Prepared, record: Record, state: RunState) -> Prepared:
+def carry_over(prepared: CheckedChain, record: Record, state: RunState) -> CheckedChain:
     """Have a chain's next run go on from the newest checkpoint of a run with the same layers.
 
     ``state`` is that run's.
@@ -48,10 +48,10 @@ def carry_over(prepared: Prepared, record: Record, state: RunState) -> Prepared:
             )
     with importing_from(prepared.base.absolute()):
         _check_layers(_shapes(workers), _shapes(prepared.workers), name)
-    return replace(prepared, carried=Carried(record, cut))
+    return replace(prepared, carried=Origin(record, cut))
 
 
-def write_carried(run: RunDir, prepared: Prepared) -> None:
+def write_carried(run: RunDir, prepared: CheckedChain) -> None:
     """Write the checkpoint that a new run begins with."""
     assert prepared.carried is not None
     its, cut = prepared.carried.record, prepared.carried.cut
@@ -68,9 +68,9 @@ def write_carried(run: RunDir, prepared: Prepared) -> None:
 def _shapes(workers: tuple[WorkerSpec, ...]) -> dict[str, list[int]]:
     names = Names(workers)
     return {
-        names.of(number, own): list(shape)
+        names.of(number, name): list(shape)
         for number, worker in enumerate(workers)
-        for own, shape in tensors_of(worker).items()
+        for name, shape in tensors_of(worker).items()
     }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from dni_runtime import __version__
 from dni_runtime.errors import UsageError
 from dni_runtime.files import write_atomic, write_json
-from dni_runtime.plan.prepare import Prepared
+from dni_runtime.plan.prepare import CheckedChain
 from dni_runtime.run.cuts import FORMAT as CHECKPOINT_FORMAT
 from dni_runtime.run.documents.records import RunRecord, Versions
 from dni_runtime.run.rundir import RunDir
@@ -33,7 +33,7 @@ def run_root(chain: str, run_dir: Path | None, runs: Path) -> Path:
 
 def create_run(
     root: Path,  # must not hold a run yet
-    prepared: Prepared,
+    prepared: CheckedChain,
     *,
     backend: str,
     images: Mapping[str, Path] | None = None,  # by module, for containers

@@ -52,7 +52,7 @@ def check_host(
     shared file system.
     """
     heads = range(1, workers[0].replicas + 1)
-    paths = [] if data is None else list(dict.fromkeys(own_path(data, one) for one in heads))
+    paths = [] if data is None else list(dict.fromkeys(own_path(data, number) for number in heads))
     for path in paths:
         if not path.exists():
             raise DataError(
@@ -71,7 +71,7 @@ def check_host(
     site = replace(
         site,
         data=data,
-        files=tuple(one for one in (*paths, labels) if one is not None and one.is_file()),
+        files=tuple(path for path in (*paths, labels) if path is not None and path.is_file()),
         notices=(*(() if warning is None else (f"warning: {warning}",)), *site.notices),
         sockets=socket_path(settings.run),
         python=sys.executable,
@@ -134,16 +134,16 @@ def _chain_mounts(chain: ChainSpec, locate: Locator) -> Iterator[Mount]:
 def _choose(
     workers: Sequence[WorkerSpec], settings: StartSettings, require_signed: bool | str
 ) -> Site:
-    wanted, images = settings.backend, settings.images
-    if wanted == "process":
+    backend, images = settings.backend, settings.images
+    if backend == "process":
         return Site("process")
     try:
         tool = usable_apptainer()
-        if wanted == "auto" and not any(_image(images, worker).exists() for worker in workers):
+        if backend == "auto" and not any(_image(images, worker).exists() for worker in workers):
             problem = f"no images in {str(images)!r} (build them with 'dnictl build')"
             raise UnavailableError(problem)
     except UnavailableError as error:
-        if wanted == "auto":
+        if backend == "auto":
             return Site("process", notices=(f"{error.message}: using the process backend",))
         hint = f"{error.hint}; or use --backend process"
         raise UnavailableError(error.message, hint=hint) from None
@@ -225,8 +225,8 @@ def check_devices(
         look = _devices_for_containers if backend == "apptainer" else _devices_for_torch
         problem = look(kind, int(number or 0))
         if problem is not None:
-            own = chain.modules[worker.index].device is not None
-            where = ("modules", worker.index) if own else ("defaults",)
+            explicit = chain.modules[worker.index].device is not None
+            where = ("modules", worker.index) if explicit else ("defaults",)
             raise UnavailableError(
                 f"{locate(*where, 'device')}: module {worker.module!r} requests "
                 f"device {worker.device!r}, but {problem}",
@@ -262,17 +262,17 @@ def _devices_for_containers(kind: str, index: int, dev: Path = Path("/dev")) -> 
 
 
 def infiniband_mounts(
-    wanted: Literal["auto", "required", "off"], root: Path = Path("/")
+    setting: Literal["auto", "required", "off"], root: Path = Path("/")
 ) -> tuple[Mount, ...]:
     """Return mounts of the host's InfiniBand devices, providers and libraries.
 
     ``auto`` mounts what exists; ``root`` is the host's root folder.
     """
-    if wanted == "off":
+    if setting == "off":
         return ()
     devices = root / "dev/infiniband"
     if not devices.is_dir():
-        if wanted == "required":
+        if setting == "required":
             raise UnavailableError(
                 "the chain sets 'infiniband: required', but this host has no /dev/infiniband",
                 hint="run it on a host with InfiniBand, or set 'infiniband: auto'",

@@ -24,7 +24,7 @@ _LAYERS = "layers."
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a safetensors file."""
 
     file: Path
@@ -32,46 +32,46 @@ class Stored:
     shape: tuple[int, ...]
 
 
-Found = dict[str, dict[str, Stored]]
+Weights = dict[str, dict[str, StoredTensor]]
 """Locations of given initial weights, by module and tensor name."""
 
 
-def find_initial(chain: ChainSpec, workers: tuple[WorkerSpec, ...], base: Path) -> Found:
+def find_initial(chain: ChainSpec, workers: tuple[WorkerSpec, ...], base: Path) -> Weights:
     """Find the initial weights that a chain, as written, requests; reads headers only.
 
     ``base`` is the folder of ``chain.yaml``, where relative paths start.
     """
-    found: Found = {}
-    stored: dict[str, dict[str, Stored]] = {}
+    weights: Weights = {}
+    stored: dict[str, dict[str, StoredTensor]] = {}
     for worker in workers:
         init: InitSpec | None = chain.setting(worker.index, "init")
         if init is None:
             continue
-        own = chain.modules[worker.index].init is not None
-        at = ("modules", worker.index, "init") if own else ("defaults", "init")
+        explicit = chain.modules[worker.index].init is not None
+        at = ("modules", worker.index, "init") if explicit else ("defaults", "init")
         if init.file not in stored:
             stored[init.file] = dict(_stored(base / Path(init.file).expanduser(), (*at, "file")))
-        found[worker.module] = _matched(worker, init, stored[init.file], at)
-    return found
+        weights[worker.module] = _matched(worker, init, stored[init.file], at)
+    return weights
 
 
-def write_initial(run: RunDir, found: Found) -> None:
+def write_initial(run: RunDir, weights: Weights) -> None:
     """Copy the initial weights into a run directory, one file per module."""
-    for module, tensors in found.items():
+    for module, tensors in weights.items():
         loaded = {}
-        for name, one in tensors.items():
+        for name, entry in tensors.items():
             try:
-                with pinned(one.file) as file, safe_open(file, framework="pt") as reader:
-                    loaded[name] = reader.get_tensor(one.key).clone()
+                with pinned(entry.file) as file, safe_open(file, framework="pt") as reader:
+                    loaded[name] = reader.get_tensor(entry.key).clone()
             except (OSError, SafetensorError) as error:
                 raise DataError(
-                    f"initial weights {str(one.file)!r} cannot be read any more: {error}",
+                    f"initial weights {str(entry.file)!r} cannot be read any more: {error}",
                     hint="try again; if its run is active, export the weights to a file first",
                 ) from None
         write_atomic(run.initial(module), save(loaded))
 
 
-def _stored(path: Path, at: tuple[str | int, ...]) -> Iterator[tuple[str, Stored]]:
+def _stored(path: Path, at: tuple[str | int, ...]) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensors of a file, or of a run's newest checkpoint, with their names."""
     if path.is_dir():
         run = RunDir(path)
@@ -85,11 +85,11 @@ def _stored(path: Path, at: tuple[str | int, ...]) -> Iterator[tuple[str, Stored
             for key, shape in _header(file, at):
                 if key.startswith(_LAYERS):
                     name = f"{module}.{key.removeprefix(_LAYERS)}"
-                    yield name, Stored(file, key, shape)
+                    yield name, StoredTensor(file, key, shape)
         return
     file = path.resolve()  # the user's own links are followed
     for key, shape in _header(file, at):
-        yield key, Stored(file, key, shape)
+        yield key, StoredTensor(file, key, shape)
 
 
 def _header(file: Path, at: tuple[str | int, ...]) -> list[tuple[str, tuple[int, ...]]]:
@@ -105,11 +105,14 @@ def _header(file: Path, at: tuple[str | int, ...]) -> list[tuple[str, tuple[int,
 
 
 def _matched(
-    worker: WorkerSpec, init: InitSpec, stored: Mapping[str, Stored], at: tuple[str | int, ...]
-) -> dict[str, Stored]:
+    worker: WorkerSpec,
+    init: InitSpec,
+    stored: Mapping[str, StoredTensor],
+    at: tuple[str | int, ...],
+) -> dict[str, StoredTensor]:
     """Return the location of each of a module's tensors."""
     names = init.names or {"": worker.module}
-    found: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     needed = tensors_of(worker)
     for prefix in init.names if at[0] == "modules" else ():  # defaults map names of all modules
         if not any(_under(name, prefix) for name in needed):
@@ -118,32 +121,32 @@ def _matched(
                 location=(*at, "names", prefix),
                 hint=suggestion(prefix, sorted(needed)),
             )
-    for own, shape in needed.items():
-        theirs = name_in_file(own, names)
+    for name, shape in needed.items():
+        theirs = name_in_file(name, names)
         if theirs is None:
             continue
-        one = stored.get(theirs)
-        if one is None and not init.strict:
+        entry = stored.get(theirs)
+        if entry is None and not init.strict:
             continue
-        if one is None:
+        if entry is None:
             raise SpecError(
-                f"{init.file!r} has no {theirs!r}, for {own!r} of module {worker.module!r}",
+                f"{init.file!r} has no {theirs!r}, for {name!r} of module {worker.module!r}",
                 location=at,
                 hint=suggestion(theirs, sorted(stored))
                 or f"it has {', '.join(sorted(stored)[:6])}, …; map prefixes with 'names'",
             )
-        if one.shape != shape:
+        if entry.shape != shape:
             raise SpecError(
-                f"{theirs!r} in {init.file!r} has shape {list(one.shape)}, but {own!r} of "
+                f"{theirs!r} in {init.file!r} has shape {list(entry.shape)}, but {name!r} of "
                 f"module {worker.module!r} has {list(shape)}",
                 location=at,
             )
-        found[own] = one
-    if not found and (needed or at[0] == "modules"):  # defaults are for all modules
+        tensors[name] = entry
+    if not tensors and (needed or at[0] == "modules"):  # defaults are for all modules
         raise SpecError(
             f"{init.file!r} has nothing for module {worker.module!r}", location=(*at, "names")
         )
-    return found
+    return tensors
 
 
 def name_in_file(name: str, names: Mapping[str, str]) -> str | None:

@@ -32,28 +32,28 @@ def balance_of(
             f"run {run.root.name!r} has no module whose number of replicas can change",
             hint="for the next run, write 'replicas: {start: .., most: ..}' in its chain",
         )
-    present = {module: own[: elastic.get(module)] for module, own in workers.items()}
-    measured = {module: worker_seconds(run, own) for module, own in present.items()}
-    seconds = {module: own for module, own in measured.items() if own is not None}
+    present = {module: replicas[: elastic.get(module)] for module, replicas in workers.items()}
+    measured = {module: worker_seconds(run, replicas) for module, replicas in present.items()}
+    seconds = {module: mean_s for module, mean_s in measured.items() if mean_s is not None}
     if unknown := [module for module in workers if module not in seconds]:
         raise UsageError(
             f"{', '.join(unknown)}: not measured yet how long a batch takes",
             hint="try again after some seconds of training",
         )
-    numbers = {module: len(own) for module, own in workers.items()}
-    most = {one: numbers[one] for one in elastic}
-    found = balancing_replicas(seconds, numbers, most)
-    for one, now in elastic.items():
-        if found[one] < now:
-            more = balancing_replicas({**seconds, one: seconds[one] * margin}, numbers, most)
-            found[one] = min(now, more[one])
-    return found
+    numbers = {module: len(replicas) for module, replicas in workers.items()}
+    most = {module: numbers[module] for module in elastic}
+    counts = balancing_replicas(seconds, numbers, most)
+    for module, now in elastic.items():
+        if counts[module] < now:
+            more = balancing_replicas({**seconds, module: seconds[module] * margin}, numbers, most)
+            counts[module] = min(now, more[module])
+    return counts
 
 
 def worker_seconds(run: RunDir, workers: Sequence[str]) -> float | None:
     """Return how long one of a module's workers computes for a batch; see :func:`batch_seconds`."""
-    found = [seconds for one in workers if (seconds := batch_seconds(run, one)) is not None]
-    return statistics.mean(found) if found else None
+    times = [seconds for worker in workers if (seconds := batch_seconds(run, worker)) is not None]
+    return statistics.mean(times) if times else None
 
 
 def batch_seconds(run: RunDir, module: str) -> float | None:
@@ -64,12 +64,12 @@ def batch_seconds(run: RunDir, module: str) -> float | None:
     path = run.metrics(module)
     offset = offset_of_last(path, _LINES, TRAIN)
     lines = deque(LineReader(path, parse_train, offset=offset).new(), _LINES)
-    found = [
+    times = [
         max(1 - sum(line.waiting.values()), 0.0) / line.batches_per_s
         for line in lines
         if line.batches_per_s
     ]
-    return statistics.median(found) if found else None
+    return statistics.median(times) if times else None
 
 
 def balancing_replicas(
@@ -81,7 +81,7 @@ def balancing_replicas(
     with all that it can have. Differences within ``SLACK`` count as none. ``seconds`` is one
     worker's time for a batch; ``most`` has the largest number of each elastic module.
     """
-    slowest = max(own / most.get(name, replicas[name]) for name, own in seconds.items())
+    slowest = max(time_s / most.get(name, replicas[name]) for name, time_s in seconds.items())
     return {
         name: min(max(math.ceil(seconds[name] / (slowest * SLACK)), 1), limit)
         for name, limit in most.items()

@@ -37,9 +37,9 @@ class Capacity:
             "MiB of memory": (sum(need.memory_mib for need in needs), self.memory_mib),
             "modules": (len(needs), self.modules),
         }
-        for what, (wanted, there) in asked.items():
-            if there is not None and wanted > there:
-                return f"{wanted} {what}, but a node has {there}"
+        for what, (amount, there) in asked.items():
+            if there is not None and amount > there:
+                return f"{amount} {what}, but a node has {there}"
         return None
 
 
@@ -69,14 +69,14 @@ def wanted_placement(chain: ChainSpec, nodes: int | None) -> PlacementSpec:
 
 
 def place(
-    needs: Sequence[Need], wanted: PlacementSpec, *, node: Capacity | None = None
+    needs: Sequence[Need], placement: PlacementSpec, *, node: Capacity | None = None
 ) -> tuple[int, ...]:
     """Place modules, given head first: return the node of each, numbered from 0 without gaps.
 
     ``node`` has the resources of each node.
     """
     node = Capacity() if node is None else node
-    modules = node.modules if wanted.per_node is None else wanted.per_node
+    modules = node.modules if placement.per_node is None else placement.per_node
     node = Capacity(node.cpus, node.gpus, node.memory_mib, modules)
     for need in needs:
         problem = node.lacks([need])
@@ -85,15 +85,15 @@ def place(
                 f"module {need.module!r} needs {problem}",
                 hint="lower its 'resources', or use another partition",
             )
-    if wanted.strategy == "explicit":
-        return _explicit(needs, wanted, node)
-    count = wanted.nodes or 1
+    if placement.strategy == "explicit":
+        return _explicit(needs, placement, node)
+    count = placement.nodes or 1
     if count > len(needs):
         raise UsageError(
             f"{count} nodes are requested, but there are {len(needs)} modules",
             hint=f"request at most {len(needs)} nodes",
         )
-    if wanted.strategy == "packed":
+    if placement.strategy == "packed":
         blocks = _packed(needs, node)
         if len(blocks) > count:
             raise UsageError(
@@ -103,16 +103,16 @@ def place(
             )
     else:
         even = [Need(need.module, need.cpus, need.gpus, need.memory_mib) for need in needs]
-        blocks = _balanced(even if wanted.strategy == "spread" else needs, count, node)
+        blocks = _balanced(even if placement.strategy == "spread" else needs, count, node)
     return tuple(number for number, block in enumerate(blocks) for _ in range(block))
 
 
-def _explicit(needs: Sequence[Need], wanted: PlacementSpec, node: Capacity) -> tuple[int, ...]:
-    chosen = tuple(wanted.node_of(need.module) for need in needs)
+def _explicit(needs: Sequence[Need], placement: PlacementSpec, node: Capacity) -> tuple[int, ...]:
+    chosen = tuple(placement.node_of(need.module) for need in needs)
     count = max(chosen) + 1
-    if wanted.nodes is not None and count > wanted.nodes:
+    if placement.nodes is not None and count > placement.nodes:
         raise UsageError(
-            f"placement.map uses node {count - 1}, but the {_nodes(wanted.nodes)} "
+            f"placement.map uses node {count - 1}, but the {_nodes(placement.nodes)} "
             "requested are numbered from 0",
             hint=f"use --nodes {count} or another map",
         )
@@ -160,9 +160,9 @@ def _balanced(needs: Sequence[Need], count: int, node: Capacity) -> list[int]:
                     break  # a longer block fits even less
                 cost = sum(need.cost for need in needs[start:end])
                 worst, squares = best[blocks - 1][start]
-                found = (max(worst, cost), squares + cost * cost)
-                if found < best[blocks][end]:
-                    best[blocks][end], cut[blocks][end] = found, start
+                candidate = (max(worst, cost), squares + cost * cost)
+                if candidate < best[blocks][end]:
+                    best[blocks][end], cut[blocks][end] = candidate, start
     if best[count][total] == impossible:
         least = _packed(needs, node)
         raise UsageError(
@@ -191,8 +191,8 @@ def crossing(links: Sequence[Sequence[int]], nodes: Sequence[int]) -> list[int |
     ``links`` has for each worker those that have a link to it, ``nodes`` its node.
     """
     return [
-        next((source for source in own if nodes[source] != nodes[index]), None)
-        for index, own in enumerate(links)
+        next((source for source in sources if nodes[source] != nodes[index]), None)
+        for index, sources in enumerate(links)
     ]
 
 

@@ -22,12 +22,12 @@ from dni_runtime.spec.load import line_of, naming_file
 from dni_runtime.spec.replicas import workers_of
 
 if TYPE_CHECKING:  # they import torch
-    from dni_runtime.plan.initial import Found
-    from dni_runtime.plan.trial import Looked
+    from dni_runtime.plan.initial import Weights
+    from dni_runtime.plan.trial import Coverage
 
 
 @dataclass(frozen=True)
-class Carried:
+class Origin:
     """The checkpoint that a new run goes on from."""
 
     record: Record  # of its run
@@ -35,7 +35,7 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class CheckedChain:
     """A chain that has been checked as a whole."""
 
     path: Path  # its file
@@ -45,9 +45,9 @@ class Prepared:
     data: Path | None  # folder or file; None: the package or the user's class provides it
     workers: tuple[WorkerSpec, ...]  # of the modules, head first
     sources: dict[str, Path]  # the user's source files, by their path relative to an import root
-    initial: Found
-    carried: Carried | None = None  # what to go on from
-    looked: Looked | None = None
+    initial: Weights
+    carried: Origin | None = None  # what to go on from
+    looked: Coverage | None = None
 
     @property
     def base(self) -> Path:
@@ -98,7 +98,7 @@ def location_in(path: Path, *location: str | int) -> str:
     return where.removesuffix(": ")
 
 
-def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Prepared:
+def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> CheckedChain:
     """Read a chain file and check all that can be checked without starting anything.
 
     Shapes, names and keywords are checked with torch's meta device, the data by its files' headers;
@@ -132,7 +132,9 @@ def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Prep
             with _naming_data(path):
                 looked = try_chain(chain, workers, base, location)
         sources |= _imported(base)
-    return Prepared(path, written, chain, info, location, workers, sources, initial, looked=looked)
+    return CheckedChain(
+        path, written, chain, info, location, workers, sources, initial, looked=looked
+    )
 
 
 @contextmanager
@@ -146,7 +148,7 @@ def _naming_data(path: Path) -> Iterator[None]:
 
 def _imported(base: Path) -> dict[str, Path]:
     """Return the files of modules that were imported from a folder, also by computed names."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for root in {base, base.resolve()}:
         for name, module in list(sys.modules.items()):
             file = Path(getattr(module, "__file__", None) or "/")
@@ -154,11 +156,11 @@ def _imported(base: Path) -> dict[str, Path]:
                 *folders, last = file.relative_to(root).parts
                 parts = [*folders, last.partition(".")[0]]
                 if parts in (name.split("."), [*name.split("."), "__init__"]):
-                    found["/".join((*folders, last))] = file
-    return found
+                    files["/".join((*folders, last))] = file
+    return files
 
 
-def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:
+def prepare_again(prepared: CheckedChain, written: ChainSpec) -> CheckedChain:
     """Check another version of a chain, with the same data."""
     from dni_runtime.resolve.resolve import resolved_chain, worker_specs
 
@@ -173,15 +175,15 @@ def _find_data(chain: ChainSpec, base: Path) -> tuple[DataInfo, Path | None]:
     from dni_runtime.data import describe, locate
     from dni_runtime.data.source import resolve
 
-    if chain.data.path is None or not chain.data.own:
+    if chain.data.path is None or not chain.data.per_replica:
         return describe(chain.data, base), locate(chain.data, base)
-    own = [chain.data.of_replica(number + 1) for number in range(chain.modules[0].most)]
-    first, *others = [describe(one, base) for one in own]
-    for data, info in zip(own[1:], others, strict=True):
+    parts = [chain.data.of_replica(number + 1) for number in range(chain.modules[0].most)]
+    first, *others = [describe(part, base) for part in parts]
+    for data, info in zip(parts[1:], others, strict=True):
         if info != first:
             raise DataError(
                 f"{data.path!r} has {info.train_samples} training and {info.eval_samples} "
-                f"evaluation samples of {info.sample}, {info.label}, but {own[0].path!r} has "
+                f"evaluation samples of {info.sample}, {info.label}, but {parts[0].path!r} has "
                 f"{first.train_samples} and {first.eval_samples} of {first.sample}, {first.label}",
                 hint="all replicas of the head need as many samples of the same kind: set "
                 "'data.train_limit' and 'data.eval_limit'",

@@ -104,9 +104,9 @@ def make_plan(request: StartRequest) -> LaunchPlan:
     chain, workers = request.chain, request.workers
     settings, site = request.settings, request.site
     changing = [
-        one.name
-        for one in chain.modules
-        if isinstance(one.replicas, ElasticSpec) and one.replicas.start < one.most
+        module.name
+        for module in chain.modules
+        if isinstance(module.replicas, ElasticSpec) and module.replicas.start < module.most
     ]
     if changing and not settings.supervised:
         raise UsageError(
@@ -129,14 +129,16 @@ def make_plan(request: StartRequest) -> LaunchPlan:
         sockets=str(site.sockets),
         stop_grace_s=chain.stop_grace_s,
         workers=tuple(_worker_plan(worker, request, keys) for worker in workers),
-        sources={one.module: tuple(link.source for link in one.links_in) for one in workers},
+        sources={
+            worker.module: tuple(link.source for link in worker.links_in) for worker in workers
+        },
         keys=keys,
         scheduler=settings.scheduler,
         elastic=workers[0].elastic,
         auto=tuple(
-            one.name
-            for one in chain.modules
-            if isinstance(one.replicas, ElasticSpec) and one.replicas.auto
+            module.name
+            for module in chain.modules
+            if isinstance(module.replicas, ElasticSpec) and module.replicas.auto
         ),
         restart=RestartPlan(
             **chain.restart.model_dump(exclude={"snapshot_s"}),

@@ -14,23 +14,23 @@ from dni_runtime.core.forward import as_inputs
 from dni_runtime.data import describe, open_data, with_defaults
 from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.network.source import WRAPPED
-from dni_runtime.plan.prepare import Prepared, importing_from, prepare
+from dni_runtime.plan.prepare import CheckedChain, importing_from, prepare
 from dni_runtime.resolve.describe import with_frozen
 from dni_runtime.spec import Choice, DataSpec
 from dni_runtime.spec.load import explain_details, parse_choice, parse_yaml
 from dni_runtime.split.balance import Balance
 from dni_runtime.split.chainfile import HEADER, write_chain
 from dni_runtime.split.network import chain_name, load_weights, network_of, take_apart
-from dni_runtime.split.part import Part
-from dni_runtime.split.plan import Request
+from dni_runtime.split.part import NetworkPart
+from dni_runtime.split.plan import SplitRequest
 
 
 @dataclass(frozen=True)
-class Taken:
+class SplitChain:
     """A network that has been taken apart."""
 
-    prepared: Prepared
-    parts: Sequence[Part]  # its modules
+    prepared: CheckedChain
+    parts: Sequence[NetworkPart]  # its modules
     weights: Path  # their file
 
 
@@ -53,7 +53,7 @@ def split_chain(
     state: nn.Module | None = None,  # instead, a network that has them
     interface: str | None = None,  # of all modules, as in a chain file
     force: bool = False,  # replace a chain file that ``split`` has not written
-) -> Taken:
+) -> SplitChain:
     """Take a network apart, and write a chain file and its weights."""
     if path.exists() and not force and not path.read_text("utf-8").startswith(HEADER):
         raise UsageError(
@@ -69,7 +69,7 @@ def split_chain(
     chosen = settings.get("defaults", {}).get("interface")
     if interface is not None:
         chosen = parse_choice(interface)
-    wanted = Request(
+    request = SplitRequest(
         modules=modules,
         at=tuple(at),
         balance=balance,
@@ -87,10 +87,10 @@ def split_chain(
             network.load_state_dict(state.state_dict())
             defaults = _freeze_as(network, state, settings.get("defaults", {}))
             settings = {**settings, "defaults": defaults}
-        parts = take_apart(spec, network, info, wanted, first_batch(data, base))
+        parts = take_apart(spec, network, info, request, first_batch(data, base))
         name = settings.get("name") or chain_name(target)
         file = write_chain(path, name, spec, network, parts, settings)
-    return Taken(prepare(path), parts, file)
+    return SplitChain(prepare(path), parts, file)
 
 
 def first_batch(data: DataSpec, base: Path) -> tuple[Tensor, ...]:
@@ -102,8 +102,8 @@ def first_batch(data: DataSpec, base: Path) -> tuple[Tensor, ...]:
 def _freeze_as(network: nn.Module, state: nn.Module, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chain's defaults, with what is frozen in ``state`` and not by the class itself."""
     names = []
-    for (name, own), p in zip(network.named_parameters(), state.parameters(), strict=True):
-        if own.requires_grad and not p.requires_grad:
+    for (name, parameter), p in zip(network.named_parameters(), state.parameters(), strict=True):
+        if parameter.requires_grad and not p.requires_grad:
             names.append(f"0.{WRAPPED}{name}")
     return {**defaults, **({"freeze": with_frozen(defaults, names)} if names else {})}
 

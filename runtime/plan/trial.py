@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dni_runtime.core.chain import LocalChain, inputs_of
-from dni_runtime.core.evaluation import Evaluation
+from dni_runtime.core.evaluation import EvaluationSums
 from dni_runtime.core.forward import as_inputs
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.data import Batch, open_data
@@ -38,26 +38,26 @@ LARGEST_BYTES, LARGEST_PARAMETERS = 4 << 30, 100_000_000
 _ALONE = {"replicas": 1, "strategy": None, "compression": None, "backend": None}
 
 
-class Looked(NamedTuple):
+class Coverage(NamedTuple):
     """What has been looked at, and what has not: clauses for the user."""
 
     checked: tuple[str, ...] = ("names, keywords and shapes",)
     unchecked: tuple[str, ...] = ()
 
-    def and_at(self, *checked: str) -> Looked:
+    def and_at(self, *checked: str) -> Coverage:
         """Return it with more that has been looked at."""
         return self._replace(checked=(*self.checked, *checked))
 
 
 def try_chain(
     chain: ChainSpec, workers: Sequence[WorkerSpec], base: Path, path: Path | None
-) -> Looked:
+) -> Coverage:
     """Look at a chain's data, and train and evaluate its modules on a few samples of it.
 
     ``base`` is the folder of the chain file, ``path`` the folder or file of the data, if it needs
     one.
     """
-    looked, stops = Looked(), chain.on_nan == "stop"
+    looked, stops = Coverage(), chain.on_nan == "stop"
     if path is not None and path.is_file() and path.stat().st_size > LARGEST_BYTES:
         size = path.stat().st_size / 2**30
         return looked._replace(unchecked=(f"the data: a file of {size:.0f} GiB",))
@@ -68,14 +68,14 @@ def try_chain(
     few = {"batch_size": min(rows, chain.data.batch_size), "eval_batch_size": rows}
     loss = ChainLoss(tail.loss, tail.prediction, tail.label)
     batches = list[Batch | None]()
-    for replica in range(chain.modules[0].most if chain.data.own else 1):
+    for replica in range(chain.modules[0].most if chain.data.per_replica else 1):
         data = chain.data.of_replica(replica + 1)
         source = open_data(data.model_copy(update=few), base, seed=chain.seed)
         for part, split in source.splits.items():
             seen = _look(part, split, data, loss, stops=stops)
             looked = looked.and_at(f"{seen} of {len(split)} samples ({part})")
         parts = ("train", "eval")
-        batches = batches or [next(source.some_batches(one, 1, 0, _yes), None) for one in parts]
+        batches = batches or [next(source.some_batches(part, 1, 0, _yes), None) for part in parts]
     count = sum(parameter_counts(workers).values())
     if count > LARGEST_PARAMETERS:
         return looked._replace(unchecked=(f"a batch: {count:,} parameters would be trained here",))
@@ -142,12 +142,12 @@ def _run(
             what = f"{type(error).__name__}: {first_line(error)}{guilty_line(error)[0]}"
             if worker.device != "cpu":
                 return f"a batch: on the CPU module {worker.module!r} fails with {what}"
-            given = " and ".join(map(str, worker.arguments))
+            arguments = " and ".join(map(str, worker.arguments))
             raise SpecError(
-                f"module {worker.module!r} fails on samples of the data, {given}: {what}",
+                f"module {worker.module!r} fails on samples of the data, {arguments}: {what}",
                 location=("modules", chain.at, "layers"),
                 hint="integers are numbers of tokens or classes: store other numbers as float32"
-                if any(one.dtype == "int64" for one in worker.inputs)
+                if any(tensor.dtype == "int64" for tensor in worker.inputs)
                 else None,
             ) from error
     if stops and not math.isfinite(loss):
@@ -167,6 +167,6 @@ def _evaluate(chain: LocalChain, workers: Sequence[WorkerSpec], batch: Batch) ->
         outputs.append(step.evaluate(inputs_of(workers, number, outputs, data)))
         prediction = step.predict(outputs[-1])
         if prediction is not None:
-            evaluation = Evaluation.of(step)
+            evaluation = EvaluationSums.of(step)
             evaluation.add(prediction, batch[1])
             evaluation.result()

@@ -20,23 +20,23 @@ def advice(workers: Sequence[WorkerSpec]) -> list[str]:
             bare.append(worker.module)
         if name in _AT_ONCE and worker.attends:
             attending.append(worker.module)
-    found = []
+    warnings = []
     if bare:
-        found.append(
+        warnings.append(
             f"{_have(bare)} no normalisation (such as BatchNorm1d) in front of predicted "
             "gradients, which makes these hard to learn"
         )
     if attending:
-        found.append(
+        warnings.append(
             f"{_have(attending)} attention, which learns little from predicted gradients and local "
             "heads: leave 'interface' out to train by true ones, at most one update late"
         )
     if any(map(_loses_momentum, workers)):
-        found.append(
+        warnings.append(
             "'top-k' below a share of 0.05 leaves out what the momentum of 'diloco' is to gather, "
             "and training may stand still: use a larger share, 'int8', or 'local-sgd'"
         )
-    return found
+    return warnings
 
 
 def _loses_momentum(worker: WorkerSpec) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dni_runtime.core.interfaces import (
     Boundary,
-    Resolved,
+    ResolvedInterface,
     Timing,
     build_interface,
     resolve_interface,
@@ -36,7 +36,7 @@ def check_loss(
     """Make the loss, which may be a sum of several, and try it on predictions and labels."""
     at = ("loss",) if chain.losses is None else ("losses",)
     loss = ChainLoss(choice, prediction, info.label, at)
-    before = {name: one.clone() for name, one in loss.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in loss.named_buffers()}
     y_BY = empty_batch(info.label, BATCH, "cpu")
     hint = f"the tail's output is {prediction}, labels are {info.label}"
     try:
@@ -44,9 +44,11 @@ def check_loss(
         value = loss(p_BP, y_BY)
         if value.dim() == 0 and value.requires_grad:
             value.backward()
-        own = any(True for _ in import_paths([chain.loss, chain.losses]))
-        adds_up = own and _adds_up(loss, p_BP, y_BY)
-        broadcasts = own and prediction.shape != info.label.shape and _broadcasts(loss, p_BP, y_BY)
+        custom = any(True for _ in import_paths([chain.loss, chain.losses]))
+        adds_up = custom and _adds_up(loss, p_BP, y_BY)
+        broadcasts = (
+            custom and prediction.shape != info.label.shape and _broadcasts(loss, p_BP, y_BY)
+        )
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SpecError(
@@ -62,7 +64,7 @@ def check_loss(
         )
     trained = [name for name, p in loss.named_parameters() if p.requires_grad]
     buffers = dict(loss.named_buffers())
-    changed = [name for name, one in before.items() if not torch.equal(one, buffers[name])]
+    changed = [name for name, buffer in before.items() if not torch.equal(buffer, buffers[name])]
     for names, wrong in (
         (trained, "has a parameter {!r}, which would not be trained"),
         (changed, "changes its buffer {!r}, which is in no checkpoint"),
@@ -109,8 +111,8 @@ def _broadcasts(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
     if not y_BY.is_floating_point():
         return False
     p_BP, y_BY = (
-        torch.rand(one.shape, generator=torch.Generator().manual_seed(seed)).to(one.dtype)
-        for seed, one in enumerate((p_BP, y_BY))
+        torch.rand(batch.shape, generator=torch.Generator().manual_seed(seed)).to(batch.dtype)
+        for seed, batch in enumerate((p_BP, y_BY))
     )
     turned, moved = (float(loss(p_BP, y)) for y in (y_BY.flip(0), y_BY + 1))
     once = float(loss(p_BP, y_BY))
@@ -127,24 +129,24 @@ def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batche
     _check_groups(chain, layers)
     _check_freeze(chain, layers)
     learns: set[str] = set()
-    for worker, own in zip(workers, layers, strict=True):
+    for worker, network in zip(workers, layers, strict=True):
         at = ("modules", worker.index)
         trains = worker.interface is None or resolve_interface(worker.interface).timing.trains
-        freeze(own, worker.freeze if trains else ("*",))
+        freeze(network, worker.freeze if trains else ("*",))
         try:
-            Optimization(worker, own).try_schedules()
+            Optimization(worker, network).try_schedules()
         except SpecError as error:
             field, *rest = error.location
-            location = (*place(chain, worker.index, str(field)), *rest)
+            location = (*setting_location(chain, worker.index, str(field)), *rest)
             raise SpecError(error.message, location=location, hint=error.hint) from None
-        if any(isinstance(layer, Recurrent) for layer in own.modules()):
+        if any(isinstance(layer, Recurrent) for layer in network.modules()):
             _check_recurrent(chain, worker, micro_batches)
         if worker.precision == "float16":
-            _check_float16(chain, worker, own)
+            _check_float16(chain, worker, network)
         strategy = worker.strategy
         if strategy is not None:
-            _check_shared(worker, own)
-        if strategy is not None and find_strategy(strategy).dense and sparse_parameters(own):
+            _check_shared(worker, network)
+        if strategy is not None and find_strategy(strategy).dense and sparse_parameters(network):
             raise SpecError(
                 f"{strategy.name!r} changes gradients of all rows, and those of a sparse embedding "
                 "have few",
@@ -162,29 +164,29 @@ def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batche
                 build_interface(
                     worker.interface,
                     Boundary.of(worker),
-                    place(chain, worker.index, "interface"),
+                    setting_location(chain, worker.index, "interface"),
                 )
-        check_gradients(worker, own, learns)
-        if any(p.requires_grad for p in own.parameters()) or any(
+        check_gradients(worker, network, learns)
+        if any(p.requires_grad for p in network.parameters()) or any(
             edge.tensor and edge.source in learns for edge in worker.sources
         ):
             learns.add(worker.module)
 
 
-def _check_shared(worker: WorkerSpec, own: nn.Module) -> None:
+def _check_shared(worker: WorkerSpec, layers: nn.Module) -> None:
     """Refuse replicas of a module with numbers that the rows which they send would round."""
-    for name, one in (*own.named_parameters(), *own.named_buffers()):
-        if one.dtype in (torch.float64, torch.complex128):
+    for name, tensor in (*layers.named_parameters(), *layers.named_buffers()):
+        if tensor.dtype in (torch.float64, torch.complex128):
             raise SpecError(
-                f"{name!r} of module {worker.module!r} is of {str(one.dtype).split('.')[-1]}, and "
-                "replicas share numbers of 32 bits",
+                f"{name!r} of module {worker.module!r} is of {str(tensor.dtype).split('.')[-1]}, "
+                "and replicas share numbers of 32 bits",
                 location=("modules", worker.index, "replicas"),
                 hint="make it float32 (complex64) in the layer, or set 'replicas: 1'",
             )
 
 
 def _check_ties(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batches: int) -> None:
-    """Refuse batches that are too small to carry tied weights (``core.piece.Borrowed``)."""
+    """Refuse batches that are too small for tied weights (``network.piece.BorrowedParameter``)."""
     smallest = chain.data.batch_size // micro_batches
     for worker in workers:
         for number, layer in enumerate(worker.layers):
@@ -213,7 +215,7 @@ def _check_recurrent(chain: ChainSpec, worker: WorkerSpec, micro_batches: int) -
         location: Location = ("modules", worker.index, "layers")
     elif interface is not None and interface.args.get("keep") == "input":
         wrong = "'keep: input': the pass would be recomputed from another state"
-        location = place(chain, worker.index, "interface")
+        location = setting_location(chain, worker.index, "interface")
     else:
         return
     raise SpecError(
@@ -221,14 +223,14 @@ def _check_recurrent(chain: ChainSpec, worker: WorkerSpec, micro_batches: int) -
     )
 
 
-def _check_float16(chain: ChainSpec, worker: WorkerSpec, own: nn.Module) -> None:
+def _check_float16(chain: ChainSpec, worker: WorkerSpec, layers: nn.Module) -> None:
     """Refuse what does not work with a loss scale, which is found by gradients that overflow."""
-    strategy, location = worker.strategy, place(chain, worker.index, "precision")
+    strategy, location = worker.strategy, setting_location(chain, worker.index, "precision")
     hint = "'bfloat16' needs no loss scale"
     if worker.on_nan != "skip":
         wrong = f"stop the run ('on_nan: {worker.on_nan}') when they overflow"
         location, hint = ("on_nan",), f"'on_nan: skip' leaves such batches out; {hint}"
-    elif any(isinstance(layer, Recurrent) for layer in own.modules()):
+    elif any(isinstance(layer, Recurrent) for layer in layers.modules()):
         wrong = "do not fit those that a recurrent layer carries from batch to batch"
     elif strategy is not None and find_strategy(strategy).per_step:
         wrong = f"overflow in one replica, and with {strategy.name!r} only the first would see it"
@@ -243,22 +245,24 @@ def _check_float16(chain: ChainSpec, worker: WorkerSpec, own: nn.Module) -> None
 
 def _check_groups(chain: ChainSpec, layers: Sequence[nn.Module]) -> None:
     shared = []
-    for index, (module, own) in enumerate(zip(chain.modules, layers, strict=True)):
+    for index, (module, network) in enumerate(zip(chain.modules, layers, strict=True)):
         if module.groups is None:
-            shared.append(own)
+            shared.append(network)
         else:
-            check_groups(module.groups, [own], ("modules", index, "groups"))
+            check_groups(module.groups, [network], ("modules", index, "groups"))
     if shared:
         check_groups(chain.defaults.groups or (), shared, ("defaults", "groups"))
 
 
 def _check_freeze(chain: ChainSpec, layers: Sequence[nn.Module]) -> None:
     """Refuse a name or pattern of what is frozen that matches nothing."""
-    own = [(module.freeze, [one]) for module, one in zip(chain.modules, layers, strict=True)]
-    for index, (patterns, matched) in enumerate([*own, (chain.defaults.freeze, layers)]):
-        at = ("modules", index) if index < len(own) else ("defaults",)
-        for one in set(patterns or ()) - {"*"}:
-            check_patterns([one], matched, (*at, "freeze"))
+    entries = [
+        (module.freeze, [network]) for module, network in zip(chain.modules, layers, strict=True)
+    ]
+    for index, (patterns, matched) in enumerate([*entries, (chain.defaults.freeze, layers)]):
+        at = ("modules", index) if index < len(entries) else ("defaults",)
+        for pattern in set(patterns or ()) - {"*"}:
+            check_patterns([pattern], matched, (*at, "freeze"))
 
 
 def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
@@ -301,30 +305,30 @@ def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
                 )
 
 
-def micro_batches_of(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> int:
+def micro_batches_of(chain: ChainSpec, interfaces: Sequence[ResolvedInterface | None]) -> int:
     """Return the number of parts of each batch; all interfaces that set it must agree."""
-    given = {
-        interface.wanted.micro_batches: index
+    counts = {
+        interface.needs.micro_batches: index
         for index, interface in enumerate(interfaces)
-        if interface is not None and interface.wanted.micro_batches > 1
+        if interface is not None and interface.needs.micro_batches > 1
     }
-    if len(given) > 1:
+    if len(counts) > 1:
         raise SpecError(
-            f"modules ask for different numbers of micro-batches: {', '.join(map(str, given))}",
-            location=place(chain, max(given.values()), "interface"),
+            f"modules ask for different numbers of micro-batches: {', '.join(map(str, counts))}",
+            location=setting_location(chain, max(counts.values()), "interface"),
             hint="a batch is cut once, for all modules",
         )
-    count = next(iter(given), 1)
+    count = next(iter(counts), 1)
     if 2 * count > chain.data.batch_size and count > 1:
         raise SpecError(
             f"{count} micro-batches do not fit a batch of {chain.data.batch_size} samples",
-            location=place(chain, given[count], "interface"),
+            location=setting_location(chain, counts[count], "interface"),
             hint="each needs at least two samples",
         )
     return count
 
 
-def check_labels(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> None:
+def check_labels(chain: ChainSpec, interfaces: Sequence[ResolvedInterface | None]) -> None:
     """Refuse what needs labels upstream, if they stay at the tail (its interface is None)."""
     if len(interfaces) == 1:
         raise SpecError(
@@ -333,11 +337,11 @@ def check_labels(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> Non
             hint="leave 'labels' out, or cut the chain into several modules",
         )
     for index, interface in enumerate(interfaces):
-        if interface is not None and interface.wanted.labels:
+        if interface is not None and interface.needs.labels:
             raise SpecError(
                 f"the gradient interface {interface.choice.name!r} of module "
                 f"{chain.modules[index].name!r} needs labels, and they stay at the tail",
-                location=place(chain, index, "interface"),
+                location=setting_location(chain, index, "interface"),
                 hint="use 'exact', 'delayed' or 'synthetic: {conditioned: false}'",
             )
     if chain.links.synthetic_inputs is not None:
@@ -348,16 +352,16 @@ def check_labels(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> Non
         )
 
 
-def place(chain: ChainSpec, index: int, field: str) -> Location:
+def setting_location(chain: ChainSpec, index: int, field: str) -> Location:
     """Locate a module's setting: in the module, or in the defaults."""
-    own = getattr(chain.modules[index], field) is not None
-    return ("modules", index, field) if own else ("defaults", field)
+    explicit = getattr(chain.modules[index], field) is not None
+    return ("modules", index, field) if explicit else ("defaults", field)
 
 
 def check_single_samples(workers: Sequence[WorkerSpec]) -> None:
     """Refuse layers that cannot take a batch of one sample, as BatchNorm may not."""
     for worker in workers:
-        inputs = [empty_batch(one, 1, "meta") for one in worker.inputs]
+        inputs = [empty_batch(sample, 1, "meta") for sample in worker.inputs]
         for number, layer in enumerate(build_module(worker, "meta")):
             try:
                 inputs = [layer(*inputs)]

@@ -30,12 +30,14 @@ def estimated_costs(workers: Sequence[WorkerSpec]) -> dict[str, float]:
 
 
 def _cost(worker: WorkerSpec) -> float:
-    moved = float(sum(torch.Size(one.shape).numel() for one in (*worker.inputs, worker.output)))
+    moved = float(
+        sum(torch.Size(tensor.shape).numel() for tensor in (*worker.inputs, worker.output))
+    )
     model = build_module(worker, "meta")
     counter = FlopCounterMode(display=False)
     try:
         with counter:
-            model(*(empty_batch(one, _SAMPLES, "meta") for one in worker.inputs))
+            model(*(empty_batch(tensor, _SAMPLES, "meta") for tensor in worker.inputs))
         work = counter.get_total_flops() / _SAMPLES
     except Exception as error:  # a user's layer may do anything
         log.debug("module %s is not counted: %s", worker.module, error)

@@ -36,7 +36,7 @@ _INTERNAL = frozenset(vars(nn.Module()))
 _ANEW = "workers build it from its class and arguments, and load its state dict"
 
 
-class Described(NamedTuple):
+class ModuleDescription(NamedTuple):
     """A module as a chain file has it."""
 
     layers: list[Any]
@@ -44,49 +44,51 @@ class Described(NamedTuple):
     freeze: list[str] | bool  # names of parameters; True: all that its classes would train
 
 
-def describe_modules(modules: Mapping[str, nn.Module], folder: Path) -> dict[str, Described]:
+def describe_modules(
+    modules: Mapping[str, nn.Module], folder: Path
+) -> dict[str, ModuleDescription]:
     """Describe modules by their layers' classes and the arguments that these were given.
 
     An argument is read from the attribute of its name, as ``torch.nn``'s layers keep them. Import
     paths start in ``folder``, where the chain file will be.
     """
-    found, owners = dict[str, Described](), dict[int, str]()
+    entries, owners = dict[str, ModuleDescription](), dict[int, str]()
     modes = dict[bool, str]()
     for name, module in modules.items():
-        for key, one in _tensors(module):
-            if is_lazy(one) or one.is_meta:
+        for key, tensor in _tensors(module):
+            if is_lazy(tensor) or tensor.is_meta:
                 raise SpecError(
                     f"{key!r} of module {name!r} has no values yet",
                     hint="run a batch through it first"
-                    if is_lazy(one)
+                    if is_lazy(tensor)
                     else "load its weights on a device other than 'meta'",
                 )
-            trained = one.requires_grad or not isinstance(one, nn.Parameter)
-            if one.numel() and trained and owners.setdefault(one.data_ptr(), name) != name:
+            trained = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+            if tensor.numel() and trained and owners.setdefault(tensor.data_ptr(), name) != name:
                 raise SpecError(
-                    f"modules {owners[one.data_ptr()]!r} and {name!r} share {key!r}, of which each "
-                    "worker would train a copy of its own",
+                    f"modules {owners[tensor.data_ptr()]!r} and {name!r} share {key!r}, of which "
+                    "each worker would train a copy of its own",
                     hint="put what shares it into one module, or cut the whole network by "
                     "Chain.split, which ties weights across modules",
                 )
-        given = _numbered(module)
-        layers = [_layer_entry(layer, folder) for layer in given]
+        original = _numbered(module)
+        layers = [_layer_entry(layer, folder) for layer in original]
         with torch.random.fork_rng(devices=[]):
-            built = build_layers([LayerSpec.model_validate(one) for one in layers])
-        _check_same(built, given)
-        found_modes = _modes(built, given)
+            built = build_layers([LayerSpec.model_validate(entry) for entry in layers])
+        _check_same(built, original)
+        found_modes = _modes(built, original)
         if len(found_modes) == 1:  # else both fit
             modes |= dict.fromkeys(found_modes, name)
         if len(modes) > 1:
             raise _in_eval_mode(f"module {modes[False]!r}", f"module {modes[True]!r} is not")
         trains = {key for key, p in built.named_parameters() if p.requires_grad}
         names = [
-            key for key, p in given.named_parameters() if not p.requires_grad and key in trains
+            key for key, p in original.named_parameters() if not p.requires_grad and key in trains
         ]
-        found[name] = Described(
-            layers, given.state_dict(), names if len(names) < len(trains) else bool(names)
+        entries[name] = ModuleDescription(
+            layers, original.state_dict(), names if len(names) < len(trains) else bool(names)
         )
-    return found
+    return entries
 
 
 def with_frozen(defaults: Mapping[str, Any], names: list[str] | bool) -> list[str] | bool:
@@ -103,15 +105,15 @@ def _numbered(module: nn.Module) -> nn.Sequential:
         return whole
     whole = copy.copy(module)  # with its hooks
     whole._modules = {
-        str(number): _numbered(one) if type(one) is nn.Sequential else one
-        for number, one in enumerate(module)
+        str(number): _numbered(child) if type(child) is nn.Sequential else child
+        for number, child in enumerate(module)
     }
     return whole
 
 
 def _layer_entry(layer: nn.Module, folder: Path) -> Any:
     if type(layer) is nn.Sequential:
-        return {"Sequential": [_layer_entry(one, folder) for one in layer]}
+        return {"Sequential": [_layer_entry(child, folder) for child in layer]}
     cls = type(layer)
     if LAYERS.get(cls.__name__) is cls:
         args = _arguments(layer)
@@ -121,20 +123,20 @@ def _layer_entry(layer: nn.Module, folder: Path) -> Any:
     return {"import": path} | ({"args": args} if args else {})
 
 
-def _check_same(built: nn.Module, given: nn.Module) -> None:
+def _check_same(built: nn.Module, original: nn.Module) -> None:
     """Refuse a module that workers would build differently."""
-    ours, theirs = dict(_facts(built)), dict(_facts(given))
+    ours, theirs = dict(_facts(built)), dict(_facts(original))
     for place, what in theirs | ours:
-        one, other = theirs.get((place, what), _ABSENT), ours.get((place, what), _ABSENT)
-        if one == other:
+        value, other = theirs.get((place, what), _ABSENT), ours.get((place, what), _ABSENT)
+        if value == other:
             continue
         if what.startswith("."):  # forward may add attributes, and may have removed some
-            cls = type(given.get_submodule(place))
-            if one is _ABSENT or (other is _ABSENT and not hasattr(cls, what[1:])):
+            cls = type(original.get_submodule(place))
+            if value is _ABSENT or (other is _ABSENT and not hasattr(cls, what[1:])):
                 continue
         shown = f"{what} of {place!r}" if place else f"{what} of the module"
         raise SpecError(
-            f"{shown.lstrip('.')} is {_shown(one)}, but {_shown(other)} in what workers build",
+            f"{shown.lstrip('.')} is {_shown(value)}, but {_shown(other)} in what workers build",
             hint=f"{_ANEW}: make it so in the __init__ of a class of your own, or by an argument "
             "that is kept in an attribute of its name. If forward has changed it, describe a new "
             "module with this one's state dict",
@@ -156,11 +158,11 @@ def _facts(root: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
         yield (path, "the class"), f"{cls.__module__}.{cls.__qualname__}"
         for name, value in vars(module).items():
             if name.endswith("_hooks") and isinstance(value, dict):
-                yield (path, name.strip("_")), [_plainly(one, names) for one in value.values()]
-            own = name not in _INTERNAL and not (
+                yield (path, name.strip("_")), [_plainly(hook, names) for hook in value.values()]
+            compared = name not in _INTERNAL and not (
                 isinstance(value, Tensor) if _of_torch(cls) else name.startswith("_")
             )
-            if own:
+            if compared:
                 yield (path, f".{name}"), _plainly(value, names)
     for name, tensor in _tensors(root):
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
@@ -169,7 +171,7 @@ def _facts(root: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
         owner = names.get(tensor.data_ptr(), name)
         yield (name, "the memory"), "its own" if owner == name else f"that of {owner!r}"
         hooks = getattr(tensor, "_backward_hooks", None) or {}
-        yield (name, "hooks"), [_plainly(one, names) for one in hooks.values()]
+        yield (name, "hooks"), [_plainly(hook, names) for hook in hooks.values()]
         if name not in kept:
             yield (name, "the value"), _plainly(tensor, {})
     for name, value in kept.items():
@@ -195,9 +197,9 @@ def _plainly(value: Any, names: Mapping[int, str]) -> Any:
             flat = value.detach().cpu().contiguous().flatten()
             return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
         case list() | tuple():
-            return tuple(_plainly(one, names) for one in value)
+            return tuple(_plainly(element, names) for element in value)
         case dict():
-            return {key: _plainly(one, names) for key, one in value.items()}
+            return {key: _plainly(element, names) for key, element in value.items()}
         case float() if math.isnan(value):
             return "nan"
         case None | bool() | int() | float() | complex() | str() | bytes() | set() | frozenset():
@@ -222,19 +224,21 @@ def _shown(value: Any) -> str:
     return text if len(text) < 100 and "\\x" not in text else "another value"
 
 
-def _modes(built: nn.Module, given: nn.Module) -> set[bool]:
+def _modes(built: nn.Module, original: nn.Module) -> set[bool]:
     """Return whether a module is in train mode, as its classes understand that; both may fit."""
 
     def of(module: nn.Module) -> dict[str, bool]:
-        return {name: one.training for name, one in module.named_modules(remove_duplicate=False)}
+        return {
+            name: child.training for name, child in module.named_modules(remove_duplicate=False)
+        }
 
-    wanted = of(given)
-    found = {True} if of(built) == wanted else set[bool]()
-    found |= {mode for mode in (True, False) if of(built.train(mode)) == wanted}
-    if not found:
-        off = [name for name, trains in wanted.items() if not trains]
+    modes = of(original)
+    fits = {True} if of(built) == modes else set[bool]()
+    fits |= {mode for mode in (True, False) if of(built.train(mode)) == modes}
+    if not fits:
+        off = [name for name, trains in modes.items() if not trains]
         raise _in_eval_mode(repr(off[-1]), "the others are not")
-    return found
+    return fits
 
 
 def _in_eval_mode(what: str, others: str) -> SpecError:
@@ -296,7 +300,7 @@ def _arguments(layer: nn.Module) -> dict[str, Any]:
 
 def _plain(value: Any, name: str) -> Any:
     if isinstance(value, tuple | list):
-        return [_plain(one, name) for one in value]
+        return [_plain(element, name) for element in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise SpecError(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dni_runtime.core.interfaces import Resolved
+from dni_runtime.core.interfaces import ResolvedInterface
 from dni_runtime.core.replication.base import Strategy
 from dni_runtime.core.replication.compression import build_compression
 from dni_runtime.core.replication.strategies import find_strategy
 from dni_runtime.errors import SpecError
-from dni_runtime.resolve.checks import place
+from dni_runtime.resolve.checks import setting_location
 from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.choices import parse_options
 from dni_runtime.spec.modules import ElasticSpec
@@ -24,7 +24,7 @@ BATCHES = 32
 
 def resolve_replication(chain: ChainSpec) -> ReplicationSpec:
     """Fill in after how many batches replicas share."""
-    replication, replicas = chain.replication, max(one.most for one in chain.modules)
+    replication, replicas = chain.replication, max(module.most for module in chain.modules)
     if replication.every is not None:
         return replication
     per_step = replicas > 1 and find_strategy(replication.strategy).per_step
@@ -49,16 +49,16 @@ def elastic_of(chain: ChainSpec) -> dict[str, int]:
     """
     if chain.replication.backend is not None:
         return {}
-    fixed = chain.data.own or not find_strategy(chain.replication.strategy).common
+    fixed = chain.data.per_replica or not find_strategy(chain.replication.strategy).common
     return {
-        one.name: one.most if isinstance(one.replicas, int) else one.replicas.start
-        for one in chain.modules
-        if one.most > 1 and not (fixed and isinstance(one.replicas, int))
+        module.name: module.most if isinstance(module.replicas, int) else module.replicas.start
+        for module in chain.modules
+        if module.most > 1 and not (fixed and isinstance(module.replicas, int))
     }
 
 
 def check_replicas(
-    chain: ChainSpec, interfaces: Sequence[Resolved | None], micro_batches: int
+    chain: ChainSpec, interfaces: Sequence[ResolvedInterface | None], micro_batches: int
 ) -> None:
     """Refuse replicas of modules, or in chains, that cannot have them."""
     replicated = [index for index, module in enumerate(chain.modules) if module.most > 1]
@@ -71,7 +71,7 @@ def check_replicas(
             raise SpecError(
                 f"'accumulate' and {chain.replication.strategy.name!r} exclude each other: the "
                 "optimizer makes a step at each point where replicas share",
-                location=place(chain, index, "accumulate"),
+                location=setting_location(chain, index, "accumulate"),
                 hint="'replication.every' is the number of batches in a step",
             )
         if isinstance(chain.modules[index].replicas, ElasticSpec):
@@ -86,12 +86,12 @@ def check_replicas(
             location=("modules", replicated[0], "replicas"),
         )
     for index, interface in enumerate(interfaces):
-        if interface is not None and interface.wanted.max_late is not None:
+        if interface is not None and interface.needs.max_late is not None:
             raise SpecError(
                 f"module {chain.modules[index].name!r} waits for gradients "
                 f"({interface.choice.name}), so it cannot give "
                 f"{chain.modules[replicated[0]].name!r} several batches at once",
-                location=place(chain, index, "interface"),
+                location=setting_location(chain, index, "interface"),
                 hint="an interface without 'max_late', such as 'mixed', or 'replicas: 1'",
             )
 
@@ -168,24 +168,24 @@ def _check_group(chain: ChainSpec, replicated: Sequence[int]) -> None:
             hint="leave 'backend' out, or set 'security: auto', which encrypts all other links "
             "between hosts",
         )
-    on_cpu = [one for one in replicated if chain.setting(one, "device") == "cpu"]
+    on_cpu = [index for index in replicated if chain.setting(index, "device") == "cpu"]
     if backend == "nccl" and on_cpu:
         raise SpecError(
             f"{backend!r} is for GPUs, and {chain.modules[on_cpu[0]].name!r} has 'device: cpu'",
-            location=place(chain, on_cpu[0], "device"),
+            location=setting_location(chain, on_cpu[0], "device"),
             hint="'backend: gloo', or 'device: cuda'",
         )
 
 
 def _check_heads(chain: ChainSpec) -> None:
     """Refuse settings that do not work if the head has replicas."""
-    data, own = chain.data, chain.data.own
+    data, per_replica = chain.data, chain.data.per_replica
     refused = (
         (data.workers > 0, ("data", "workers"), "batches cannot be loaded ahead if", "workers: 0"),
-        (own and data.streams, ("data", "streams"), "rows cannot continue from batch to batch if "
-         "each batch may be of another data set, as", "streams: false"),
-        (own and data.labels is not None, ("data", "labels"), "the tail cannot know of which data "
-         "set a batch is if", "labels: head"),
+        (per_replica and data.streams, ("data", "streams"), "rows cannot continue from batch to "
+         "batch if each batch may be of another data set, as", "streams: false"),
+        (per_replica and data.labels is not None, ("data", "labels"), "the tail cannot know of "
+         "which data set a batch is if", "labels: head"),
         (chain.links.on_loss == "continue", ("links", "on_loss"), "batches would be left out of "
          "the others' order if", "on_loss: wait"),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from dni_runtime.core.interfaces import Resolved, Timing, default_interface
+from dni_runtime.core.interfaces import ResolvedInterface, Timing, default_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
 from dni_runtime.core.labels import class_axis, pairs
 from dni_runtime.core.layers import build_module
@@ -36,7 +36,7 @@ from dni_runtime.resolve.replication import (
     lr_scale,
     resolve_replication,
 )
-from dni_runtime.resolve.shapes import Inferred, data_of, infer_shapes, taken_of
+from dni_runtime.resolve.shapes import ModuleOutputs, data_of, infer_shapes, taken_of
 from dni_runtime.spec import (
     ChainSpec,
     Choice,
@@ -64,7 +64,7 @@ def resolved_chain(chain: ChainSpec, info: DataInfo) -> ChainSpec:
     return _resolve(chain, infer_shapes(chain, info), info)
 
 
-def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> ChainSpec:
+def _resolve(chain: ChainSpec, inferred: Sequence[ModuleOutputs], info: DataInfo) -> ChainSpec:
     modules = list[ModuleSpec]()
     graph, unmoved = chain.graph, set[int]()  # modules with nothing trained in them or upstream
     for index, module in enumerate(chain.modules):
@@ -75,16 +75,18 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
             unmoved.add(index)
         interface, optimizer = None, DEFAULT_OPTIMIZER
         if index < len(chain.modules) - 1:
-            own = module.interface is not None
-            at: Location = ("modules", index, "interface") if own else ("defaults", "interface")
+            explicit = module.interface is not None
+            at: Location = (
+                ("modules", index, "interface") if explicit else ("defaults", "interface")
+            )
             choice = chain.setting(index, "interface") or default_interface(
                 inferred[index].attends, labelled=chain.data.labels is None
             )
-            found = find_interface(choice, at)
+            resolved = find_interface(choice, at)
             if index in unmoved and choice.name not in ("none", "local"):
-                found = find_interface(Choice(name="none"), at)  # no gradient has a reader
-            interface = found.choice
-            if found.timing is Timing.DEFERRED and found.wanted.max_late is None:
+                resolved = find_interface(Choice(name="none"), at)  # no gradient has a reader
+            interface = resolved.choice
+            if resolved.timing is Timing.DEFERRED and resolved.needs.max_late is None:
                 optimizer = LATE_OPTIMIZER
         settings = _settings(chain, index, interface, optimizer)
         modules.append(module.model_copy(update=settings))
@@ -106,16 +108,16 @@ def _settings(
     written = {name: chain.setting(index, name) for name in TrainingSpec.model_fields}
     written = {name: value for name, value in written.items() if value is not None}
     resources = chain.resources(index)
-    given = {"optimizer": optimizer, **written, "interface": interface, "cpus": resources.cpus}
+    values = {"optimizer": optimizer, **written, "interface": interface, "cpus": resources.cpus}
     more = {"init": chain.setting(index, "init"), "resources": resources}
-    return {**dict(TrainingSpec(**given)), **more}
+    return {**dict(TrainingSpec(**values)), **more}
 
 
 def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     """Check the whole chain and return each worker's spec."""
     inferred = infer_shapes(chain, info)
     full = _resolve(chain, inferred, info)
-    activations = [one.output for one in inferred]
+    activations = [module.output for module in inferred]
     prediction = activations[-1]
     chosen = full.loss
     if full.losses is not None:
@@ -150,7 +152,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
             takes=() if whole else graph.takes.get((source, target), ()),
             outputs=outputs if len(outputs) > 1 else (),
             data=taken[target] if source == 0 else (),
-            samples=tuple(info.samples[one] for one in taken[target]) if source == 0 else (),
+            samples=tuple(info.samples[number] for number in taken[target]) if source == 0 else (),
             labelled=labelled,
             **(cuts[source] if learns else NO_GRADIENTS).of_links,
         )
@@ -183,7 +185,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 late=cuts[index].late,
                 links=full.links,
                 retain=retained(full, index),
-                max_late=None if interface is None else interface.wanted.max_late,
+                max_late=None if interface is None else interface.needs.max_late,
                 attends=inferred[index].attends,
                 snapshot_s=full.restart.snapshot_s if full.restart.policy != "never" else 0.0,
                 keep=full.checkpoint.keep,
@@ -246,7 +248,7 @@ NO_GRADIENTS = _Cut()
 
 
 def _cuts(
-    chain: ChainSpec, interfaces: Sequence[Resolved | None], micro_batches: int
+    chain: ChainSpec, interfaces: Sequence[ResolvedInterface | None], micro_batches: int
 ) -> list[_Cut]:
     """Return what is sent up to each module's output: gradients for it, or to send on.
 
@@ -261,14 +263,14 @@ def _cuts(
         below = [interfaces[target] for target in graph.targets[index]]
         relayed = [cuts[source] for source in graph.sources[index] if not cuts[source].bootstrapped]
         passes_on = math.gcd(*(cut.every for cut in relayed))
-        every = math.gcd(interface.wanted.every, passes_on)
-        own = interface.wanted.bootstrapped and not passes_on
-        signal = all(one is not None and one.timing.signals for one in below)
+        every = math.gcd(interface.needs.every, passes_on)
+        bootstraps = interface.needs.bootstrapped and not passes_on
+        signal = all(reader is not None and reader.timing.signals for reader in below)
         awaited = interface.timing.applies or any(cut.awaited and cut.every for cut in relayed)
         cuts.append(
             _Cut(
                 every=every,
-                bootstrapped=bool(every) and own and signal,
+                bootstrapped=bool(every) and bootstraps and signal,
                 awaited=bool(every) and awaited,
                 resend=max(
                     _waited_for(interface) * micro_batches,
@@ -286,9 +288,9 @@ def _cuts(
     return cuts
 
 
-def _waited_for(interface: Resolved) -> int:
+def _waited_for(interface: ResolvedInterface) -> int:
     """Return how many gradients a module may await before it takes another batch."""
-    max_late = interface.wanted.max_late
+    max_late = interface.needs.max_late
     return 0 if max_late is None else max_late + 1
 
 
@@ -298,7 +300,9 @@ def _sharing(replication: ReplicationSpec) -> dict[str, Any]:
     return {
         "strategy": strategy,
         "compression": compression,
-        "sharing": tuple(one for one in (strategy, compression) if one and ":" in one.name),
+        "sharing": tuple(
+            choice for choice in (strategy, compression) if choice and ":" in choice.name
+        ),
         "backend": replication.backend,
         "lr_scale": lr_scale(replication),
     }
@@ -306,11 +310,11 @@ def _sharing(replication: ReplicationSpec) -> dict[str, Any]:
 
 def _selection(chain: ChainSpec) -> SelectionRole | None:
     """Return how the tail selects the best evaluation."""
-    wanted = chain.selection
-    if wanted is None:
+    selection = chain.selection
+    if selection is None:
         return None
     known = {"loss": False, **{metric.name: rises(metric) for metric in chain.metrics}}
-    name = wanted.metric or (chain.metrics[0].name if chain.metrics else "loss")
+    name = selection.metric or (chain.metrics[0].name if chain.metrics else "loss")
     if name not in known:
         raise SpecError(
             f"metric {name!r} is not evaluated",
@@ -320,7 +324,7 @@ def _selection(chain: ChainSpec) -> SelectionRole | None:
     if chain.eval_every == 0:
         raise SpecError("'selection' needs evaluations", location=("eval_every",))
     return SelectionRole(
-        metric=name, rises=known[name], patience=wanted.patience, min_delta=wanted.min_delta
+        metric=name, rises=known[name], patience=selection.patience, min_delta=selection.min_delta
     )
 
 

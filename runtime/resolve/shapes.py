@@ -25,7 +25,7 @@ BATCH = 2
 """Samples in the batch that shapes are inferred with: BatchNorm needs more than one."""
 
 
-class Inferred(NamedTuple):
+class ModuleOutputs(NamedTuple):
     """Result of running a module on the meta device."""
 
     outputs: tuple[TensorSpec, ...]  # one sample of each
@@ -43,29 +43,29 @@ class Inferred(NamedTuple):
         return self.outputs if len(self.outputs) > 1 else ()
 
 
-def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[Inferred]:
+def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[ModuleOutputs]:
     """Run every layer on the meta device, and describe each module."""
-    modules: list[Inferred] = []
+    modules: list[ModuleOutputs] = []
     graph = chain.graph
     for index, module in enumerate(chain.modules):
-        given: list[TensorSpec] = []
+        inputs: list[TensorSpec] = []
         for source in graph.sources[index]:
-            given += taken_of(chain, (source, index), modules[source].outputs)
-        given += [info.samples[one] for one in data_of(chain, index, info)]
+            inputs += taken_of(chain, (source, index), modules[source].outputs)
+        inputs += [info.samples[number] for number in data_of(chain, index, info)]
         attends, layers = False, tuple[nn.Module, ...]()
         for number, layer in enumerate(module.layers):
             at: Location = ("modules", index, "layers", number)
-            found = _infer_layer(layer, given, at, first=number == 0 and index > 0)
-            if len(found.outputs) > 1 and number < len(module.layers) - 1:
+            result = _infer_layer(layer, inputs, at, first=number == 0 and index > 0)
+            if len(result.outputs) > 1 and number < len(module.layers) - 1:
                 raise _several(layer, at, "only a module's last layer may return several")
-            given, attends = list(found.outputs), attends | found.attends
-            layers += found.layers
-        modules.append(Inferred(tuple(given), attends, layers))
-        if len(given) > 1 and index == len(chain.modules) - 1 and chain.losses is None:
+            inputs, attends = list(result.outputs), attends | result.attends
+            layers += result.layers
+        modules.append(ModuleOutputs(tuple(inputs), attends, layers))
+        if len(inputs) > 1 and index == len(chain.modules) - 1 and chain.losses is None:
             raise _several(module.layers[-1], at, "'losses' names a loss for each of them")
-    for source, one in enumerate(modules):
+    for source, producer in enumerate(modules):
         links = [(source, target) for target in graph.targets[source]]
-        whole = range(len(one.outputs))
+        whole = range(len(producer.outputs))
         lost = set(whole).difference(*(graph.takes.get(link, whole) for link in links))
         if links and lost:
             name = f"{chain.modules[source].name}.{min(lost)}"
@@ -102,60 +102,60 @@ def taken_of(
             if len(outputs) == 1
             else f"the last one is '{source}.{len(outputs) - 1}'",
         )
-    return tuple(outputs[one] for one in takes)
+    return tuple(outputs[number] for number in takes)
 
 
 def data_of(chain: ChainSpec, index: int, info: DataInfo) -> tuple[int, ...]:
     """Return which inputs of the data a module takes."""
     data, count = chain.graph.data[index], len(info.samples)
-    wanted = tuple(range(count)) if data is None else data
-    if any(one >= count for one in wanted):
+    inputs = tuple(range(count)) if data is None else data
+    if any(number >= count for number in inputs):
         raise SpecError(
-            f"module {chain.modules[index].name!r} takes 'data.{max(wanted)}', but the data has "
+            f"module {chain.modules[index].name!r} takes 'data.{max(inputs)}', but the data has "
             + ("one input, 'data.0'" if count == 1 else f"{count}, up to 'data.{count - 1}'"),
             location=("modules", index, "inputs"),
         )
-    return wanted
+    return inputs
 
 
 def _infer_layer(
-    layer: LayerSpec, given: Sequence[TensorSpec], at: Location, *, first: bool
-) -> Inferred:
+    layer: LayerSpec, inputs: Sequence[TensorSpec], at: Location, *, first: bool
+) -> ModuleOutputs:
     for key in ("layers", "shortcut"):  # a block's own layers first: their errors say more
-        inner = given
-        for number, one in enumerate(getattr(layer, key)):
+        inner = inputs
+        for number, child in enumerate(getattr(layer, key)):
             place = (key, number) if layer.type == "Residual" else (number,)
             at_one = (*at, layer.type, *place)
-            found = _infer_layer(one, inner, at_one, first=first and not number)
-            if len(found.outputs) > 1:
-                raise _several(one, at_one, "a layer in a block returns one")
-            inner = list(found.outputs)
+            result = _infer_layer(child, inner, at_one, first=first and not number)
+            if len(result.outputs) > 1:
+                raise _several(child, at_one, "a layer in a block returns one")
+            inner = list(result.outputs)
     built = without_memory(lambda: build_layer(layer, at))
     name = layer.type
     try:
         try:
-            output, attends = _run(built, [empty_batch(one, BATCH, "meta") for one in given])
+            output, attends = _run(built, [empty_batch(sample, BATCH, "meta") for sample in inputs])
         except (NotImplementedError, RuntimeError, ValueError) as error:
             if not isinstance(error, NotImplementedError) and not re.search(
                 r"\bmeta\b", str(error)
             ):
                 raise
-            output, attends = _infer_on_cpu(layer, given, at)
+            output, attends = _infer_on_cpu(layer, inputs, at)
     except SpecError:
         raise
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        what = "the previous module sends" if first and len(given) == 1 else "it gets"
+        what = "the previous module sends" if first and len(inputs) == 1 else "it gets"
         raise SpecError(
-            f"{name}{layer.args or ''} does not fit: {what} {' and '.join(map(str, given))}: "
+            f"{name}{layer.args or ''} does not fit: {what} {' and '.join(map(str, inputs))}: "
             f"{reason}",
             location=(*at, "args" if ":" in name else name),
-            hint=_sizes_hint(layer, given[0])
-            if len(given) == 1
+            hint=_sizes_hint(layer, inputs[0])
+            if len(inputs) == 1
             else "begin with 'Add', 'Concat' or a layer of your own that takes as many arguments",
         ) from None
     outputs = output if isinstance(output, tuple | list) else (output,)
-    if not outputs or not all(isinstance(one, Tensor) for one in outputs):
+    if not outputs or not all(isinstance(tensor, Tensor) for tensor in outputs):
         raise SpecError(
             f"{name} returns {type(output).__name__} instead of one tensor",
             location=at,
@@ -163,29 +163,29 @@ def _infer_layer(
             if name in CELLS
             else "wrap it in a module of your own that returns one tensor, or several",
         )
-    for one in outputs:
-        if one.dim() < 1 or one.shape[0] != BATCH:
+    for tensor in outputs:
+        if tensor.dim() < 1 or tensor.shape[0] != BATCH:
             raise SpecError(
                 f"{name} does not keep the batch as first dimension: {BATCH} samples of "
-                f"{' and '.join(map(str, given))} became a tensor of shape {tuple(one.shape)}",
+                f"{' and '.join(map(str, inputs))} became a tensor of shape {tuple(tensor.shape)}",
                 location=at,
             )
     samples = tuple(
-        TensorSpec(shape=tuple(one.shape[1:]), dtype=str(one.dtype).split(".")[-1])
-        for one in outputs
+        TensorSpec(shape=tuple(tensor.shape[1:]), dtype=str(tensor.dtype).split(".")[-1])
+        for tensor in outputs
     )
-    if len({one.dtype for one in samples}) > 1:
+    if len({sample.dtype for sample in samples}) > 1:
         raise SpecError(
             f"{name} returns tensors of several types: {' and '.join(map(str, samples))}",
             location=at,
             hint="outputs of a module have one type; inputs of the data go to any module as "
             "'data.0', 'data.1' …",
         )
-    return Inferred(samples, attends, (built,))
+    return ModuleOutputs(samples, attends, (built,))
 
 
-def _sizes_hint(layer: LayerSpec, given: TensorSpec) -> str:
-    if layer.args.get("in_features") == math.prod(given.shape):
+def _sizes_hint(layer: LayerSpec, sample: TensorSpec) -> str:
+    if layer.args.get("in_features") == math.prod(sample.shape):
         return (
             "it fits if each sample is one row: 'flatten: true' in 'data', or 'Flatten' before it"
         )
@@ -195,22 +195,24 @@ def _sizes_hint(layer: LayerSpec, given: TensorSpec) -> str:
 def _run(layer: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, bool]:
     """Return a layer's output, and whether it attends."""
     watch = AttentionWatch(inputs)
-    return run_watched(layer, inputs, watch, layer.modules()), watch.found
+    return run_watched(layer, inputs, watch, layer.modules()), watch.attends
 
 
-def _infer_on_cpu(layer: LayerSpec, given: Sequence[TensorSpec], at: Location) -> tuple[Any, bool]:
+def _infer_on_cpu(layer: LayerSpec, inputs: Sequence[TensorSpec], at: Location) -> tuple[Any, bool]:
     """Run a layer on a tiny real batch, as the meta device cannot run it."""
     try:
-        return _run(build_layer(layer, at), [empty_batch(one, BATCH, "cpu") for one in given])
+        return _run(
+            build_layer(layer, at), [empty_batch(sample, BATCH, "cpu") for sample in inputs]
+        )
     except Exception as error:
         raise SpecError(
-            f"{layer.type} fails on {' and '.join(map(str, given))}: {type(error).__name__}: "
+            f"{layer.type} fails on {' and '.join(map(str, inputs))}: {type(error).__name__}: "
             f"{error}",
             location=at,
         ) from None
 
 
-def check_gradients(worker: WorkerSpec, own: nn.Module, learns: Collection[str]) -> None:
+def check_gradients(worker: WorkerSpec, network: nn.Module, learns: Collection[str]) -> None:
     """Refuse a module without a gradient that an update waits for.
 
     It computes zeros forward and back: on the meta device, as ``own`` is, or in memory if a layer
@@ -220,25 +222,25 @@ def check_gradients(worker: WorkerSpec, own: nn.Module, learns: Collection[str])
     # tied weights come with this many samples
     rows = max([BATCH, *(layer.args.get("rows", 1) for layer in worker.layers)])
     for device in ("meta", "cpu"):
-        xs = [empty_batch(one, rows, device) for one in worker.inputs]
+        xs = [empty_batch(sample, rows, device) for sample in worker.inputs]
         awaited = {
             edge.source: x.requires_grad_()
             for x, edge in zip(xs, worker.sources, strict=False)
             if edge.awaited and edge.source in learns
         }
-        layers = own
+        layers = network
         if device == "cpu":
             layers = build_module(worker, device)
-            for p, known in zip(layers.parameters(), own.parameters(), strict=True):
+            for p, known in zip(layers.parameters(), network.parameters(), strict=True):
                 p.requires_grad_(known.requires_grad)
-        wanted = [*awaited.values(), *(p for p in layers.parameters() if p.requires_grad)]
-        if not wanted:
+        targets = [*awaited.values(), *(p for p in layers.parameters() if p.requires_grad)]
+        if not targets:
             return
         try:
             h_BH = layers(*[x.clone() for x in xs])
-            found: Sequence[Tensor | None] = [None] * len(wanted)
+            gradients: Sequence[Tensor | None] = [None] * len(targets)
             if h_BH.requires_grad:
-                found = torch.autograd.grad(h_BH.sum(), wanted, allow_unused=True)
+                gradients = torch.autograd.grad(h_BH.sum(), targets, allow_unused=True)
             break
         except Exception as error:  # of a layer that cannot run so
             changed = isinstance(error, RuntimeError) and changed_in_place(name, error)
@@ -251,7 +253,7 @@ def check_gradients(worker: WorkerSpec, own: nn.Module, learns: Collection[str])
     hint += "through; 'freeze: true' is for what is not to learn"
     if worker.tail is not None and not h_BH.requires_grad:
         raise SpecError(f"the output of module {name!r} has no gradient", location=at, hint=hint)
-    for source, g_BX in zip(awaited, found, strict=False):
+    for source, g_BX in zip(awaited, gradients, strict=False):
         if g_BX is None:
             raise SpecError(
                 f"module {name!r} has no gradient for module {source!r}, which waits for it",

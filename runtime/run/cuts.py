@@ -47,26 +47,26 @@ def document_file(part: Path) -> Path:
 
 def parts_of(run: RunDir, cut: int, workers: Sequence[str]) -> list[str]:
     """Return those of these workers that took part in the start that wrote a cut."""
-    found = []
-    for module, own in replicas_of(workers).items():
+    parts = []
+    for module, replicas in replicas_of(workers).items():
         counts = {}
-        if len(own) > 1 or number_of(own[0]) > 1:
+        if len(replicas) > 1 or number_of(replicas[0]) > 1:
             with contextlib.suppress(CheckpointError):  # that is said when the part is read
                 document = read_document(run.checkpoint(cut, f"{module}.1"))
-                counts[module] = document.get("replicas", len(own))
-        found += [one for one in own if takes_part(one, counts)]
-    return found
+                counts[module] = document.get("replicas", len(replicas))
+        parts += [worker for worker in replicas if takes_part(worker, counts)]
+    return parts
 
 
 def cut_folders(run: RunDir) -> dict[int, Path]:
     """Return the folders of cuts, complete or not, by position, oldest first."""
-    found = {}
+    folders = {}
     with contextlib.suppress(FileNotFoundError), os.scandir(run.checkpoints) as entries:
         for entry in entries:
             name = entry.name
             if name.isascii() and name.isdigit() and entry.is_dir(follow_symlinks=False):
-                found[int(name)] = Path(entry.path)
-    return {cut: found[cut] for cut in sorted(found) if found[cut].name == f"{cut:012d}"}
+                folders[int(name)] = Path(entry.path)
+    return {cut: folders[cut] for cut in sorted(folders) if folders[cut].name == f"{cut:012d}"}
 
 
 def written_cuts(run: RunDir, modules: Sequence[str]) -> list[int]:
@@ -74,14 +74,14 @@ def written_cuts(run: RunDir, modules: Sequence[str]) -> list[int]:
 
     Each folder is listed once: in a long chain that costs less than one stat per part.
     """
-    found = []
+    cuts = []
     for cut, folder in cut_folders(run).items():
         with contextlib.suppress(FileNotFoundError):  # it has just been removed
             there = set(os.listdir(folder))
-            missing = [one for one in modules if f"{one}.json" not in there]
+            missing = [module for module in modules if f"{module}.json" not in there]
             if not missing or not {*missing} & {*parts_of(run, cut, modules)}:
-                found.append(cut)
-    return found
+                cuts.append(cut)
+    return cuts
 
 
 def is_over(run: RunDir, modules: Sequence[str]) -> bool:
@@ -89,8 +89,8 @@ def is_over(run: RunDir, modules: Sequence[str]) -> bool:
     cuts = written_cuts(run, modules)
     with contextlib.suppress(CheckpointError):  # a part is damaged, or has just been removed
         return bool(cuts) and all(
-            read_document(run.checkpoint(cuts[-1], one)).get("over")
-            for one in parts_of(run, cuts[-1], modules)
+            read_document(run.checkpoint(cuts[-1], worker)).get("over")
+            for worker in parts_of(run, cuts[-1], modules)
         )
     return False
 
@@ -114,8 +114,8 @@ def diverged_cuts(run: RunDir, modules: Sequence[str], complete: Collection[int]
         for cut in written_cuts(run, modules)
         if cut not in complete
         and any(
-            not _is_finite(read_document(run.checkpoint(cut, one)))
-            for one in parts_of(run, cut, modules)
+            not _is_finite(read_document(run.checkpoint(cut, worker)))
+            for worker in parts_of(run, cut, modules)
         )
     ]
 
@@ -131,10 +131,10 @@ def newest_cut(
     problems: list[DamagedError] = []
     for cut in reversed(written_cuts(run, modules)):
         if below is None or cut < below:
-            found = list(damage(run, cut, modules))
-            if not found:
+            errors = list(damage(run, cut, modules))
+            if not errors:
                 return cut, problems
-            problems += found
+            problems += errors
     if problems or below is not None:
         why = problems[-1].message if problems else f"the checkpoint at {below} is damaged"
         raise DamagedError(
@@ -205,10 +205,10 @@ def _is_finite(document: dict[str, Any]) -> bool:
 def _check_size(part: Path, document: dict[str, Any]) -> None:
     with reading(part):
         size = tensors_file(part).stat().st_size
-    wanted = document.get("bytes")
-    if size != wanted:
+    expected = document.get("bytes")
+    if size != expected:
         raise DamagedError(
-            f"{named(part)} is damaged: {part.name}.safetensors has {size} bytes, not {wanted}"
+            f"{named(part)} is damaged: {part.name}.safetensors has {size} bytes, not {expected}"
         )
 
 
@@ -283,9 +283,9 @@ def remove_temporaries(run: RunDir, modules: Collection[str]) -> None:
     """
     beginnings = tuple(f".{module}{ending}." for module in modules for ending in _ENDINGS)
     for folder in (*cut_folders(run).values(), run.root / "snapshots"):
-        left = [name for name in os.listdir(folder) if name.startswith(beginnings)]
-        _remove(folder, left)
-        if left and folder.parent == run.checkpoints:
+        names = [name for name in os.listdir(folder) if name.startswith(beginnings)]
+        _remove(folder, names)
+        if names and folder.parent == run.checkpoints:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -297,7 +297,7 @@ def best_cut(run: RunDir) -> int | None:
 
 
 def choose_cut(
-    run: RunDir, modules: Sequence[str], wanted: str | None = None, *, force: bool = False
+    run: RunDir, modules: Sequence[str], choice: str | None = None, *, force: bool = False
 ) -> tuple[int, list[DamagedError]]:
     """Find the checkpoint that a user asks for, and verify its files.
 
@@ -319,7 +319,7 @@ def choose_cut(
         )
     best = best_cut(run)
     named = {"newest": newest, "best": best, None: newest if best is None else best}
-    cut = named.get(wanted, wanted)
+    cut = named.get(choice, choice)
     if str(cut) not in map(str, cuts):
         no_best = "best checkpoint: the chain has no 'selection'"
         what = no_best if cut is None else f"checkpoint {cut}"
@@ -328,7 +328,7 @@ def choose_cut(
     try:
         verify(run, cut, modules)
     except DamagedError as error:
-        others = ", ".join(str(one) for one in cuts if one != cut)
+        others = ", ".join(str(other) for other in cuts if other != cut)
         hint = f"take another one with --from: {others}" if others else None
         raise DamagedError(error.message, hint=hint) from None
     return cut, damaged if cut == newest else []

@@ -52,7 +52,7 @@ class Keyring(Protocol):
     """Access of one worker to its run's keys."""
 
     @property
-    def own(self) -> KeyPair:
+    def pair(self) -> KeyPair:
         """Its own pair."""
 
     def public(self, module: str) -> bytes | None:
@@ -63,7 +63,7 @@ class Keyring(Protocol):
 class KnownKeys:
     """Keys in memory, without a run directory, for measurements."""
 
-    own: KeyPair
+    pair: KeyPair
     publics: Mapping[str, bytes]  # by module
 
     def public(self, module: str) -> bytes | None:
@@ -77,16 +77,16 @@ class RunKeys:
     def __init__(self, run: RunDir, module: str) -> None:
         self._run = run
         self._module = module
-        self._own: KeyPair | None = None
+        self._pair: KeyPair | None = None
         self._made = False
 
     @property
-    def own(self) -> KeyPair:
+    def pair(self) -> KeyPair:
         """The worker's own pair; made here if the launcher made none."""
-        if self._own is None:
+        if self._pair is None:
             self._made = make(self._run, self._module)
-            self._own = load(self._run, self._module)
-        return self._own
+            self._pair = load(self._run, self._module)
+        return self._pair
 
     def public(self, module: str) -> bytes | None:
         """Return a module's public key; see :func:`public`."""
@@ -164,8 +164,8 @@ def public(run: RunDir, module: str) -> bytes | None:
 def remove(run: RunDir, module: str | None = None) -> None:
     """Remove a module's keys, or all keys; missing files are not an error."""
     with contextlib.suppress(OSError):
-        own = None if module is None else (run.key(module), run.public_key(module))
-        for path in own or run.keys.iterdir():
+        paths = None if module is None else (run.key(module), run.public_key(module))
+        for path in paths or run.keys.iterdir():
             path.unlink(missing_ok=True)
         run.keys.rmdir()
 

@@ -12,7 +12,7 @@ from pydantic import PrivateAttr, ValidationError
 from dni_runtime import __version__
 from dni_runtime.errors import CheckpointError, DataError, UsageError
 from dni_runtime.run.cuts import FORMAT as CHECKPOINT_FORMAT
-from dni_runtime.run.documents.records import FORMAT, Made, RunRecord
+from dni_runtime.run.documents.records import FORMAT, RunHeader, RunRecord
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.replicas import modules_of
@@ -36,7 +36,7 @@ class Record(RunRecord):
         Raises ``DataError`` if there is no run, or its record has another format or is malformed.
         """
         run = RunDir(root.absolute())
-        made = Made.load(run.record)
+        made = RunHeader.load(run.record)
         if made is None:
             raise DataError(f"{str(root)!r} is not a run directory: it has no run.json")
         version = made.versions.dni_runtime
@@ -58,10 +58,10 @@ class Record(RunRecord):
         Raises ``OSError`` if it is gone.
         """
         root = self.run.root
-        return {one.st_uid for one in (root.lstat(), root.stat(), self.run.record.lstat())}
+        return {status.st_uid for status in (root.lstat(), root.stat(), self.run.record.lstat())}
 
     @property
-    def own(self) -> bool:
+    def is_callers(self) -> bool:
         """Whether it belongs to the caller, as far as it is there."""
         with contextlib.suppress(OSError):
             return self.owners == {os.geteuid()}
@@ -133,20 +133,20 @@ def find_run(name: str | None, folder: Path) -> Record:
             raise UsageError(f"{name!r} is not a run directory: it has no run.json")
     runs = list_runs(folder)
     if name is None:
-        own = [record for record in runs if record.own]
-        if not own:
+        mine = [record for record in runs if record.is_callers]
+        if not mine:
             raise UsageError(
                 f"there are no runs{' of yours' if runs else ''} in {str(folder)!r}",
                 hint=f"name one of others: {', '.join(record.name for record in runs)}"
                 if runs
                 else "start one with 'dnictl up', or name the folder with --runs or DNICTL_RUNS",
             )
-        return own[-1]
-    found = [record for record in runs if record.name.startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    names = ", ".join(record.name for record in found or runs)
-    problem = f"{name!r} is the beginning of {len(found)} runs" if found else f"no run {name!r}"
+        return mine[-1]
+    matches = [record for record in runs if record.name.startswith(name)]
+    if len(matches) == 1:
+        return matches[0]
+    names = ", ".join(record.name for record in matches or runs)
+    problem = f"{name!r} is the beginning of {len(matches)} runs" if matches else f"no run {name!r}"
     raise UsageError(
         f"{problem} in {str(folder)!r}", hint=f"runs: {names}" if names else "see 'dnictl ps'"
     )

@@ -22,10 +22,10 @@ def catching_signals(note: Callable[[int], None]) -> Iterator[None]:
         note(number)
 
     # Signals that the caller ignores stay ignored (nohup, background jobs of a shell script).
-    caught = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
-    previous = {one: signal.signal(one, handle) for one in caught}
+    caught = [signum for signum in _SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, handle) for signum in caught}
     try:
         yield
     finally:
-        for one, handler in previous.items():
-            signal.signal(one, handler)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

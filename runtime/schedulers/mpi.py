@@ -34,7 +34,7 @@ class Mpi(Scheduler):
     def plan(self, request: StartRequest) -> LaunchPlan:
         chain, workers = request.chain, request.workers
         apart = "the labels are" if chain.data.splits else None
-        if workers[0].replicas > 1 and chain.data.own:
+        if workers[0].replicas > 1 and chain.data.per_replica:
             apart = f"the replicas of {module_of(workers[0].module)!r} have"
         if apart is not None:
             raise UsageError(
@@ -43,7 +43,7 @@ class Mpi(Scheduler):
             )
         if chain.links.transport == "auto" and chain.links.interface is not None:
             # where the ranks will run is not known
-            links = {one.module: ("tcp", None) for one in workers}
+            links = {worker.module: ("tcp", None) for worker in workers}
             request = replace(request, site=replace(request.site, links=links))
         plan = make_plan(request)
         # All ranks have the same command: any image of the chain, and what any worker needs.
@@ -56,7 +56,9 @@ class Mpi(Scheduler):
             transport=plan.workers[-1].transport,
             environment={},
         )
-        ranks = tuple(replace(rank, module=one.module, log=one.log) for one in plan.workers)
+        ranks = tuple(
+            replace(rank, module=worker.module, log=worker.log) for worker in plan.workers
+        )
         return replace(plan, workers=ranks)
 
     def command(self, worker: WorkerPlan) -> Sequence[str]:
@@ -92,7 +94,7 @@ def _describe(run: RunDir, state: RunState) -> RunState:
     if record is None or record.scheduler != "mpi":
         return state
     reports = {name: Report.read(run.worker(name)) for name in record.modules}
-    state = judge(reports, {name for name, one in reports.items() if _lives(run, one)})
+    state = judge(reports, {name for name, report in reports.items() if _lives(run, report)})
     for name, module in state.modules.items():
         module.log = str(run.log(name, module.attempt))
     return replace(state, backend=record.backend)
@@ -134,16 +136,18 @@ def judge(reports: Mapping[str, Report], living: set[str]) -> RunState:
     elif phases <= {"finished", "stopped"}:
         state.phase, state.exit_code = "stopped", StoppedError.exit_code
     elif codes := {
-        name: one.exit_code
-        for name, one in reports.items()
-        if one.state == "failed" and one.exit_code
+        name: report.exit_code
+        for name, report in reports.items()
+        if report.state == "failed" and report.exit_code
     }:
         state.failed = min(codes, key=lambda name: reports[name].time)
         diverged = codes[state.failed] == DivergedError.exit_code
         state.exit_code = DivergedError.exit_code if diverged else WorkerError.exit_code
         state.phase, state.error = "failed", f"{state.failed}: {reports[state.failed].error}"
     else:
-        gone = ", ".join(name for name, one in modules.items() if one.state in ("failed", "new"))
+        gone = ", ".join(
+            name for name, module in modules.items() if module.state in ("failed", "new")
+        )
         state.phase, state.error = "lost", f"killed before they could report why: {gone}"
     return state
 

@@ -46,10 +46,10 @@ def find_class(
             location=location,
             hint=suggestion(name, list(known)) or "user classes: 'import: package.module:Class'",
         )
-    found = find_attribute(name, kind, location)
-    if not (isinstance(found, type) and issubclass(found, base)):
+    candidate = find_attribute(name, kind, location)
+    if not (isinstance(candidate, type) and issubclass(candidate, base)):
         raise SpecError(f"{kind} {name!r} is not a {base.__qualname__}", location=location)
-    return found
+    return candidate
 
 
 def find_attribute(name: str, kind: str, location: Location) -> Any:
@@ -88,12 +88,12 @@ def call(
     *,
     name: str,  # the class's, in the spec
     location: Location,  # of the keywords
-    given: Sequence[Any] = (),  # positional arguments
+    positional: Sequence[Any] = (),  # positional arguments
 ) -> Any:
     """Make an instance, with the keywords checked against the class's signature first."""
-    check_keywords(cls, args, name=name, location=location, given=len(given))
+    check_keywords(cls, args, name=name, location=location, positional=len(positional))
     try:
-        return cls(*given, **args)
+        return cls(*positional, **args)
     except (TypeError, ValueError, RuntimeError, AssertionError, ImportError) as error:
         for keyword, p in inspect.signature(cls).parameters.items():
             value = args.get(keyword)
@@ -114,10 +114,10 @@ def _is_number(parameter: inspect.Parameter) -> bool:
 
 
 def check_keywords(
-    cls: type[Any], args: Mapping[str, Any], *, name: str, location: Location, given: int = 0
+    cls: type[Any], args: Mapping[str, Any], *, name: str, location: Location, positional: int = 0
 ) -> None:
     """Check keywords against a class's signature; see :func:`call`."""
-    parameters = list(inspect.signature(cls).parameters.values())[given:]
+    parameters = list(inspect.signature(cls).parameters.values())[positional:]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     allowed = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

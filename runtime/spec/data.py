@@ -124,18 +124,18 @@ class DataSpec(Frozen):
     @property
     def of_labels(self) -> Self:
         """The same batches as the tail reads them, for their labels."""
-        own: dict[str, Any] = {"flatten": False, "augment": (), "workers": 0}
+        changes: dict[str, Any] = {"flatten": False, "augment": (), "workers": 0}
         if self.labels is not None and self.labels.dataset is not None:
-            own |= self.labels.model_dump()
-            own["labels"] = LabelsSpec(dataset=self.labels.dataset)
-        return self.model_copy(update=own)
+            changes |= self.labels.model_dump()
+            changes["labels"] = LabelsSpec(dataset=self.labels.dataset)
+        return self.model_copy(update=changes)
 
     def at(self, path: object | None) -> Self:
         """Return the same data at another path; None keeps the path."""
         return self if path is None else self.model_copy(update={"path": str(path)})
 
     @property
-    def own(self) -> bool:
+    def per_replica(self) -> bool:
         """Whether each replica of the head has data of its own."""
         return REPLICA in (self.path or "")
 

@@ -43,25 +43,27 @@ class Graph:
                 continue
             if len(set(module.inputs)) < len(module.inputs):
                 raise ValueError(f"module {module.name!r} names an input twice")
-            given = [one.startswith(DATA) for one in module.inputs]
-            if given != sorted(given):
+            is_data = [entry.startswith(DATA) for entry in module.inputs]
+            if is_data != sorted(is_data):
                 raise ValueError(f"module {module.name!r} names 'data.N' before a module")
-            others = module.inputs[: len(given) - sum(given)]
+            others = module.inputs[: len(is_data) - sum(is_data)]
             if index == 0 and others:
                 raise ValueError(f"the first module, {module.name!r}, takes only 'data.N'")
-            own: list[int] = []
-            for name, some in groupby(others, key=lambda one: one.partition(".")[0]):
-                outputs = [one.partition(".")[2] for one in some]
-                own.append(_earlier(name, index, names))
-                if own.count(own[-1]) > 1 or outputs != sorted(outputs) or "" in outputs[1:]:
+            above: list[int] = []
+            for name, some in groupby(others, key=lambda entry: entry.partition(".")[0]):
+                outputs = [entry.partition(".")[2] for entry in some]
+                above.append(_earlier(name, index, names))
+                if above.count(above[-1]) > 1 or outputs != sorted(outputs) or "" in outputs[1:]:
                     raise ValueError(
                         f"module {module.name!r} names outputs of {name!r} in another order than "
                         f"'{name}.0', '{name}.1' …, one after the other"
                     )
                 if outputs[0]:
-                    takes[own[-1], index] = tuple(map(int, outputs))
-            sources.append(tuple(own))
-            data.append(tuple(int(one.removeprefix(DATA)) for one in module.inputs[len(others) :]))
+                    takes[above[-1], index] = tuple(map(int, outputs))
+            sources.append(tuple(above))
+            data.append(
+                tuple(int(entry.removeprefix(DATA)) for entry in module.inputs[len(others) :])
+            )
         used = {source for some in sources for source in some}
         unused = [name for index, name in enumerate(names[:-1]) if index not in used]
         if unused:
@@ -80,8 +82,8 @@ class Graph:
     def links(self) -> tuple[tuple[int, ...], ...]:
         """For each module, those that it has a link from: the head sends inputs of the data."""
         return tuple(
-            (*own, 0) if index and self.data[index] and 0 not in own else own
-            for index, own in enumerate(self.sources)
+            (*above, 0) if index and self.data[index] and 0 not in above else above
+            for index, above in enumerate(self.sources)
         )
 
     @cached_property
@@ -95,15 +97,17 @@ class Graph:
     @cached_property
     def numbers(self) -> dict[tuple[int, int], int]:
         """Number of each link, from 1: a module's first input has the module's own index."""
-        first = {(own[0], target): target for target, own in enumerate(self.links) if own}
-        further = [(one, target) for target, own in enumerate(self.links) for one in own[1:]]
+        first = {(above[0], target): target for target, above in enumerate(self.links) if above}
+        further = [
+            (source, target) for target, above in enumerate(self.links) for source in above[1:]
+        ]
         return first | {link: len(self.links) + number for number, link in enumerate(further)}
 
     def beside(self, source: int, target: int) -> int:
         """Return the links on the longest way from one module to another."""
         longest = {source: 0}
         for index in range(source + 1, target + 1):
-            ways = [1 + longest[one] for one in self.links[index] if one in longest]
+            ways = [1 + longest[between] for between in self.links[index] if between in longest]
             if ways:
                 longest[index] = max(ways)
         return longest[target]
@@ -111,27 +115,27 @@ class Graph:
     @property
     def is_chain(self) -> bool:
         """Whether each module but the head has one input, from the one before."""
-        return all(own == (index - 1,) for index, own in enumerate(self.links) if index)
+        return all(above == (index - 1,) for index, above in enumerate(self.links) if index)
 
 
 def _reversed(links: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    found: list[list[int]] = [[] for _ in links]
-    for target, own in enumerate(links):
-        for source in own:
-            found[source].append(target)
-    return tuple(map(tuple, found))
+    targets: list[list[int]] = [[] for _ in links]
+    for target, sources in enumerate(links):
+        for source in sources:
+            targets[source].append(target)
+    return tuple(map(tuple, targets))
 
 
-def _earlier(wanted: str, index: int, names: Sequence[str]) -> int:
+def _earlier(source: str, index: int, names: Sequence[str]) -> int:
     name = names[index]
-    if wanted not in names:
+    if source not in names:
         raise ValueError(
-            f"module {name!r} takes its input from {wanted!r}, but the modules are "
+            f"module {name!r} takes its input from {source!r}, but the modules are "
             f"{', '.join(names)}"
         )
-    if wanted not in names[:index]:
+    if source not in names[:index]:
         raise ValueError(
-            f"module {name!r} takes its input from {wanted!r}, which does not come before it: list "
+            f"module {name!r} takes its input from {source!r}, which does not come before it: list "
             "a module after its inputs"
         )
-    return names.index(wanted)
+    return names.index(source)

@@ -160,24 +160,24 @@ def source_files(chain: ChainSpec, base: Path) -> dict[str, Path]:
     packages and left out.
     """
     root = base.resolve()
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for index, name in enumerate(chain.sources):
         path = (root / name).resolve()
         if not path.is_relative_to(root) or not path.exists():
             raise SpecError(
                 f"{name!r} is not a file or folder below {str(base)!r}", location=("sources", index)
             )
-        _collect(path, root, found)
-    wanted = sorted({target.split(":")[0] for target in import_paths(chain)})
-    for file in found.values():
-        wanted += _imports(file, root)
-    for name in wanted:  # grows
+        _collect(path, root, files)
+    modules = sorted({target.split(":")[0] for target in import_paths(chain)})
+    for file in files.values():
+        modules += _imports(file, root)
+    for name in modules:  # grows
         if (module := _located(name, root)) is not None:
-            before = set(found)
-            _collect(module, root, found)
-            for new in set(found) - before:
-                wanted += _imports(found[new], root)
-    return found
+            before = set(files)
+            _collect(module, root, files)
+            for new in set(files) - before:
+                modules += _imports(files[new], root)
+    return files
 
 
 def _located(name: str, root: Path) -> Path | None:
@@ -210,11 +210,11 @@ def _imports(file: Path, root: Path) -> list[str]:
     return names
 
 
-def _collect(path: Path, root: Path, found: dict[str, Path]) -> None:
+def _collect(path: Path, root: Path, sources: dict[str, Path]) -> None:
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     for file in files:
         if file.is_file() and "__pycache__" not in file.parts:
-            found[file.relative_to(root).as_posix()] = file
+            sources[file.relative_to(root).as_posix()] = file
 
 
 def import_paths(node: object) -> Iterator[str]:
@@ -363,7 +363,7 @@ def suggestion(word: str, allowed: list[str]) -> str | None:
     """Return ``did you mean …?`` with the allowed words, or None if there are none."""
     if not allowed:
         return None
-    lower = {one.lower(): one for one in reversed(allowed)}
+    lower = {entry.lower(): entry for entry in reversed(allowed)}
     close = difflib.get_close_matches(word.lower(), lower, n=1)
     start = f"did you mean {lower[close[0]]!r}?" if close else ""
     if len(allowed) > 30:
@@ -387,7 +387,7 @@ def _model_in(annotation: Any) -> Any:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in getattr(annotation, "__args__", ()):
-        found = _model_in(argument)
-        if found is not None:
-            return found
+        model = _model_in(argument)
+        if model is not None:
+            return model
     return None

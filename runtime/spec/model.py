@@ -160,8 +160,8 @@ class ChainSpec(Frozen):
     def _map_names_all_modules(self) -> Self:
         names = [module.name for module in self.modules]
         workers = {
-            one.name: [f"{one.name}.{number + 1}" for number in range(one.most)]
-            for one in self.modules
+            module.name: [f"{module.name}.{number + 1}" for number in range(module.most)]
+            for module in self.modules
         }
         placed = self.placement.map
         if placed:
@@ -184,25 +184,28 @@ class ChainSpec(Frozen):
     @property
     def image_to_build(self) -> ImageSpec:
         """The image, with torchmetrics if a metric needs it and no requirement names it."""
-        given = [re.split(r"[^A-Za-z0-9._-]", one.strip())[0] for one in self.image.requirements]
+        packages = [
+            re.split(r"[^A-Za-z0-9._-]", requirement.strip())[0]
+            for requirement in self.image.requirements
+        ]
         needed = any(metric.name not in PLAIN_METRICS for metric in self.metrics)
-        if not needed or "torchmetrics" in map(str.lower, given):
+        if not needed or "torchmetrics" in map(str.lower, packages):
             return self.image
         more = (*self.image.requirements, TORCHMETRICS)
         return self.image.model_copy(update={"requirements": more})
 
     def setting(self, index: int, field: str) -> Any:
         """Return a module's own setting, else the chain's default, else None."""
-        own = getattr(self.modules[index], field)
-        return own if own is not None else getattr(self.defaults, field)
+        value = getattr(self.modules[index], field)
+        return value if value is not None else getattr(self.defaults, field)
 
     def resources(self, index: int) -> ResourcesSpec:
         """Return a module's resources, each its own or the chain's default; at least one CPU."""
-        given: dict[str, Any] = {"cpus": 1}
-        for one in (self.defaults, self.modules[index]):
-            own = one.resources.model_dump(exclude_none=True)
-            given |= {**({} if one.cpus is None else {"cpus": one.cpus}), **own}
-        return ResourcesSpec(**given)
+        values: dict[str, Any] = {"cpus": 1}
+        for settings in (self.defaults, self.modules[index]):
+            resources = settings.resources.model_dump(exclude_none=True)
+            values |= {**({} if settings.cpus is None else {"cpus": settings.cpus}), **resources}
+        return ResourcesSpec(**values)
 
 
 def _piece_of(network: dict[str, Any], layer: Any) -> Any:

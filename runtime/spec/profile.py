@@ -24,7 +24,7 @@ Limit = Annotated[
     ),
 ]
 
-Line = Annotated[str, matching(r"^[^\n\r\x00]{1,1024}$", "one line of at most 1024 letters")]
+ProfileLine = Annotated[str, matching(r"^[^\n\r\x00]{1,1024}$", "one line of at most 1024 letters")]
 
 
 class ProfileSpec(Frozen):
@@ -45,7 +45,7 @@ class ProfileSpec(Frozen):
         Annotated[str, matching(r"^[a-z][a-z-]*$", "a directive's name without dashes")], ...
     ] = ()
     # Shell lines before the workers start, such as ``module load apptainer``.
-    prologue: tuple[Line, ...] = ()
+    prologue: tuple[ProfileLine, ...] = ()
     # Slurm option that requests GPUs.
     gpu_request: Literal["gres", "gpus-per-task", "gpus-per-node"] = "gres"
     # As in ``--gres=gpu:TYPE:N``.
@@ -63,9 +63,10 @@ class ProfileSpec(Frozen):
         ]
         | None
     ) = None
-    binds: tuple[Line, ...] = ()  # folders in containers at the same path; ``PATH:ro``: read-only
-    container_args: tuple[Line, ...] = ()  # of ``apptainer run``
-    python: Line | None = None  # with dnictl, on the nodes; None: the submitting one
+    # folders in containers at the same path; ``PATH:ro``: read-only
+    binds: tuple[ProfileLine, ...] = ()
+    container_args: tuple[ProfileLine, ...] = ()  # of ``apptainer run``
+    python: ProfileLine | None = None  # with dnictl, on the nodes; None: the submitting one
     # How often a job that ran out of time or was preempted resumes automatically.
     max_requeues: Annotated[int, Field(ge=0, le=10_000)] = 10
 

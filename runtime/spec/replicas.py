@@ -21,10 +21,10 @@ from dni_runtime.spec.worker import WorkerSpec
 
 def replicas_of(workers: Sequence[str]) -> dict[str, list[str]]:
     """Return each module's workers, by the names of all workers."""
-    found: dict[str, list[str]] = {}
+    replicas: dict[str, list[str]] = {}
     for worker in workers:
-        found.setdefault(module_of(worker), []).append(worker)
-    return found
+        replicas.setdefault(module_of(worker), []).append(worker)
+    return replicas
 
 
 def tails_of(workers: Sequence[str]) -> list[str]:
@@ -67,17 +67,17 @@ def with_replicas(worker: WorkerSpec, counts: Mapping[str, int]) -> WorkerSpec:
 
     def routed(lane: LaneSpec) -> LaneSpec:
         ends = [
-            (counts.get(module_of(one), 1), number_of(one)) for one in (lane.source, lane.target)
+            (counts.get(module_of(name), 1), number_of(name)) for name in (lane.source, lane.target)
         ]
-        own = [(count, number) for count, number in ends if count > 1]
-        return lane.model_copy(update={"route": tuple(dict.fromkeys((*lane.route, *own)))})
+        splits = [(count, number) for count, number in ends if count > 1]
+        return lane.model_copy(update={"route": tuple(dict.fromkeys((*lane.route, *splits)))})
 
     def carrying(lanes: tuple[LaneSpec, ...]) -> tuple[LaneSpec, ...]:
-        found = [routed(lane) for lane in lanes if there(lane)]
-        return tuple(lane for lane in found if _carries(lane.route))
+        candidates = [routed(lane) for lane in lanes if there(lane)]
+        return tuple(lane for lane in candidates if _carries(lane.route))
 
     def now(edges: tuple[EdgeSpec, ...]) -> tuple[EdgeSpec, ...]:
-        return tuple(one.model_copy(update={"lanes": carrying(one.lanes)}) for one in edges)
+        return tuple(edge.model_copy(update={"lanes": carrying(edge.lanes)}) for edge in edges)
 
     module = module_of(worker.module)
     return worker.model_copy(
@@ -100,15 +100,15 @@ def _lanes(
 ) -> Iterator[LaneSpec]:
     (above, elastic_above), (below, elastic_below) = replicas[edge.source], replicas[edge.target]
     free = number
-    for one in range(1, above + 1):
-        for other in range(1, below + 1):
-            ends = [(above, one, elastic_above), (below, other, elastic_below)]
-            own = [(count, it) for count, it, elastic in ends if count > 1 and not elastic]
-            route = tuple(dict.fromkeys(own))
+    for upper in range(1, above + 1):
+        for lower in range(1, below + 1):
+            ends = [(above, upper, elastic_above), (below, lower, elastic_below)]
+            splits = [(count, it) for count, it, elastic in ends if count > 1 and not elastic]
+            route = tuple(dict.fromkeys(splits))
             if _carries(route):
                 source, target = (
-                    worker_name(edge.source, one, above),
-                    worker_name(edge.target, other, below),
+                    worker_name(edge.source, upper, above),
+                    worker_name(edge.target, lower, below),
                 )
                 yield LaneSpec(source=source, target=target, number=free, route=route)
                 free = next(numbers)
@@ -116,7 +116,9 @@ def _lanes(
 
 def _peers(module: WorkerSpec, numbers: Iterator[int]) -> Iterator[LaneSpec]:
     """Yield the lanes by which replicas share their weights: from each to the first."""
-    names = [worker_name(module.module, one + 1, module.replicas) for one in range(module.replicas)]
+    names = [
+        worker_name(module.module, index + 1, module.replicas) for index in range(module.replicas)
+    ]
     for name in names[1:]:
         yield LaneSpec(source=name, target=names[0], number=next(numbers))
 
@@ -127,7 +129,9 @@ def _workers(
     for replica in range(1, module.replicas + 1):
         name = worker_name(module.module, replica, module.replicas)
 
-        def own(edges: tuple[EdgeSpec, ...], end: str, name: str = name) -> tuple[EdgeSpec, ...]:
+        def edges_of(
+            edges: tuple[EdgeSpec, ...], end: str, name: str = name
+        ) -> tuple[EdgeSpec, ...]:
             return tuple(
                 edge.model_copy(
                     update={
@@ -143,8 +147,8 @@ def _workers(
             update={
                 "module": name,
                 "replica": replica,
-                "sources": own(module.sources, "target"),
-                "targets": own(module.targets, "source"),
+                "sources": edges_of(module.sources, "target"),
+                "targets": edges_of(module.targets, "source"),
                 "peers": tuple(lane for lane in peers if name in (lane.source, lane.target)),
             }
         )

@@ -161,9 +161,9 @@ class WorkerSpec(ModuleContent):
     def inputs(self) -> tuple[TensorSpec, ...]:
         """One sample of each of the module's inputs."""
         if self.head is not None:
-            return tuple(self.head.samples[one] for one in self.head.takes)
+            return tuple(self.head.samples[index] for index in self.head.takes)
         outputs = tuple(edge.tensor for edge in self.sources if edge.tensor is not None)
-        return outputs + tuple(one for edge in self.sources for one in edge.samples)
+        return outputs + tuple(sample for edge in self.sources for sample in edge.samples)
 
     @property
     def arguments(self) -> tuple[TensorSpec, ...]:
@@ -171,7 +171,7 @@ class WorkerSpec(ModuleContent):
         if self.head is not None:
             return self.inputs
         links = [edge.outputs or (edge.tensor,) for edge in self.sources if edge.tensor]
-        return tuple(one for own in links for one in own) + self.inputs[len(links) :]
+        return tuple(tensor for tensors in links for tensor in tensors) + self.inputs[len(links) :]
 
     @property
     def links_in(self) -> tuple[EdgeSpec, ...]:
@@ -189,7 +189,7 @@ class WorkerSpec(ModuleContent):
         module = module_of(self.module)
         if module == self.module:
             return (self.module,)
-        return tuple(f"{module}.{one}" for one in range(1, self.replicas + 1))
+        return tuple(f"{module}.{number}" for number in range(1, self.replicas + 1))
 
     @property
     def neighbours(self) -> tuple[str, ...]:
@@ -204,8 +204,8 @@ class WorkerSpec(ModuleContent):
             update={
                 "module": module_of(self.module),
                 "replica": 1,
-                "sources": tuple(one.model_copy(update={"lanes": ()}) for one in self.sources),
-                "targets": tuple(one.model_copy(update={"lanes": ()}) for one in self.targets),
+                "sources": tuple(edge.model_copy(update={"lanes": ()}) for edge in self.sources),
+                "targets": tuple(edge.model_copy(update={"lanes": ()}) for edge in self.targets),
                 "peers": (),
             }
         )
@@ -239,8 +239,8 @@ class WorkerSpec(ModuleContent):
                 "chain": self.chain,
                 "ends": (edge.source, edge.target),
                 "activation": None if edge.tensor is None else edge.tensor.model_dump(),
-                "outputs": [one.model_dump() for one in edge.outputs],
-                "data": [one.model_dump() for one in edge.samples],
+                "outputs": [output.model_dump() for output in edge.outputs],
+                "data": [sample.model_dump() for sample in edge.samples],
                 "label": (self.label if edge.labelled else NO_LABEL).model_dump(),
                 "gradients": edge.gradients,
                 "dtype": self.links.dtype,

@@ -55,14 +55,14 @@ def _search(
     # For each number of segments: the least total of so many modules, and their cuts.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for number in range(modules):
-        left = modules - number - 1
-        found: dict[int, tuple[float, list[int]]] = {}
-        for j in [segments] if not left else range(number + 1, segments - left + 1):
+        remaining = modules - number - 1
+        longer: dict[int, tuple[float, list[int]]] = {}
+        for j in [segments] if not remaining else range(number + 1, segments - remaining + 1):
             options = (
                 (total(sofar, number, i, j), [*cuts, j])
                 for i, (sofar, cuts) in best.items()
                 if i < j
             )
-            found[j] = min(options, key=lambda one: one[0])
-        best = found
+            longer[j] = min(options, key=lambda option: option[0])
+        best = longer
     return best[segments][1][:-1]

@@ -16,7 +16,7 @@ from torch import nn
 from dni_runtime.core.export import separate
 from dni_runtime.files import write_atomic
 from dni_runtime.network.source import NetworkSpec
-from dni_runtime.split.part import Part
+from dni_runtime.split.part import NetworkPart
 
 HEADER = "# Written by 'dnictl split', which may replace it."
 
@@ -32,7 +32,7 @@ def write_chain(
     name: str,
     spec: NetworkSpec,
     network: nn.Module,
-    parts: Sequence[Part],
+    parts: Sequence[NetworkPart],
     settings: Mapping[str, Any],  # the chain's other keys
 ) -> Path:
     """Write a chain file, and the network's weights beside it; return the file of the weights."""
@@ -52,13 +52,13 @@ def write_chain(
 def chain_text(
     head: Mapping[str, Any],  # its keys, but the network and the modules
     spec: NetworkSpec,
-    parts: Sequence[Part],
+    parts: Sequence[NetworkPart],
     modules: Sequence[Mapping[str, Any]] = (),  # each part keeps the other settings of its module
 ) -> str:
     """Return the text of a chain file."""
     head = dict(head)
     if any(part.lends for part in parts):
-        head["data"] = {**head["data"], "drop_last": True}  # see core.piece.Borrowed
+        head["data"] = {**head["data"], "drop_last": True}  # see network.piece.BorrowedParameter
     blocks = [f"{HEADER}\n{_yaml(head)}", _yaml({"network": spec.to_yaml()})]
     lines = ["modules:"]
     total = sum(part.busy_s for part in parts)
@@ -98,27 +98,27 @@ def requirements(target: str, folder: Path) -> list[str]:
     Files in ``folder``, that of the chain file, are packed as sources.
     """
     packages = metadata.packages_distributions()
-    found: dict[str, None] = {}
-    left, seen = [target.partition(":")[0]], set[str]()
-    while left:
-        name = left.pop()
+    versions: dict[str, None] = {}
+    queue, seen = [target.partition(":")[0]], set[str]()
+    while queue:
+        name = queue.pop()
         top = name.partition(".")[0]
         if name in seen or top in sys.stdlib_module_names:
             continue
         seen.add(name)
-        if not any(one.exists() for one in (folder / f"{top}.py", folder / top)):
+        if not any(local.exists() for local in (folder / f"{top}.py", folder / top)):
             for package in packages.get(top, []):
                 if package.lower() not in _OWN:
                     version = metadata.version(package).partition("+")[0]
-                    found[f"{package}=={version}"] = None
+                    versions[f"{package}=={version}"] = None
             continue
         parts = name.split(".")
-        left += [".".join(parts[:number]) for number in range(1, len(parts))]
+        queue += [".".join(parts[:number]) for number in range(1, len(parts))]
         path = folder.joinpath(*parts)
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
-                left += _imported(file, name if file.stem == "__init__" else ".".join(parts[:-1]))
-    return sorted(found)
+                queue += _imported(file, name if file.stem == "__init__" else ".".join(parts[:-1]))
+    return sorted(versions)
 
 
 def _imported(file: Path, package: str) -> list[str]:
@@ -127,10 +127,10 @@ def _imported(file: Path, package: str) -> list[str]:
         nodes = list(ast.walk(ast.parse(file.read_bytes())))
     except (SyntaxError, ValueError):
         return []
-    names = [one.name for node in nodes if isinstance(node, ast.Import) for one in node.names]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             above = package.split(".")[: 1 - node.level or None] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
-            names += [module, *(f"{module}.{one.name}" for one in node.names)]
+            names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
     return [name for name in names if name]

@@ -71,13 +71,15 @@ class Costs:
 
     def memory(self, i: int, j: int) -> float:
         """Bytes of weights, gradients, Adam's averages and one batch in that module."""
-        weights = sum(one.nbytes for one in self.parameters(i, j).values())
+        weights = sum(parameter.nbytes for parameter in self.parameters(i, j).values())
         return _COPIES * weights + sum(segment.saved for segment in self.segments[i:j])
 
     def parameters(self, i: int, j: int) -> dict[str, nn.Parameter]:
         """Parameters of that module by name."""
         return {
-            name: one for segment in self.segments[i:j] for name, one in segment.parameters.items()
+            name: parameter
+            for segment in self.segments[i:j]
+            for name, parameter in segment.parameters.items()
         }
 
     def attends(self, i: int, j: int) -> bool:
@@ -109,21 +111,21 @@ def measure(
     names = [None, *(cut.name for cut in ends if cut is not None), None]
     sections = [Section.of(program.train, after, until) for after, until in pairwise(names)]
     constants = nn.Module()
-    runs = [Operations(program.train, one, network, constants) for one in sections]
+    runs = [Operations(program.train, section, network, constants) for section in sections]
     parameters = dict(network.named_parameters(remove_duplicate=False))
-    own = [_parameters(program, section, parameters) for section in sections]
+    per_section = [_parameters(program, section, parameters) for section in sections]
     optimizers = [
         build_optimizer(DEFAULT_OPTIMIZER, trained) if trained else None
-        for trained in ([p for p in one.values() if p.requires_grad] for one in own)
+        for trained in ([p for p in tensors.values() if p.requires_grad] for tensors in per_section)
     ]
     times: list[list[float]] = [[] for _ in runs]
     saved = [0] * len(runs)
-    weights = {one.untyped_storage().data_ptr() for one in parameters.values()}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
     for repeat in range(repeats + 1):  # the first one warms up
         values: dict[Any, Tensor] = {}
         for number, (section, run) in enumerate(zip(sections, runs, strict=True)):
-            given = [values[node].detach().requires_grad_() for node in section.takes]
-            given += [batch[place] for place in section.data]
+            inputs = [values[node].detach().requires_grad_() for node in section.takes]
+            inputs += [batch[place] for place in section.data]
             kept: dict[int, int] = {}
 
             def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
@@ -133,26 +135,28 @@ def measure(
                 return tensor
 
             if repeat == 0:
-                with saved_tensors_hooks(keep, lambda one: one):
-                    outputs = run(*given)
+                with saved_tensors_hooks(keep, lambda tensor: tensor):
+                    outputs = run(*inputs)
                 saved[number] = sum(kept.values())
             began = time.perf_counter()
-            outputs = run(*given)
-            learnt = [one for one in outputs if one.requires_grad]
+            outputs = run(*inputs)
+            learnt = [output for output in outputs if output.requires_grad]
             if learnt:
-                torch.autograd.backward(learnt, [torch.ones_like(one) for one in learnt])
-            for one in own[number].values():
-                if one.grad is not None and one.grad.is_sparse:  # which Adam does not take
-                    one.grad = one.grad.to_dense()
+                torch.autograd.backward(learnt, [torch.ones_like(output) for output in learnt])
+            for parameter in per_section[number].values():
+                if (
+                    parameter.grad is not None and parameter.grad.is_sparse
+                ):  # which Adam does not take
+                    parameter.grad = parameter.grad.to_dense()
             if (optimizer := optimizers[number]) is not None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             times[number].append(time.perf_counter() - began)
-            values |= zip(section.gives, (one.detach() for one in outputs), strict=True)
+            values |= zip(section.gives, (output.detach() for output in outputs), strict=True)
     network.zero_grad(set_to_none=True)
     attends = _attending(network, sections, runs, values, batch)
     return [
-        Segment(end, min(times[number][1:]), own[number], saved[number], attends[number])
+        Segment(end, min(times[number][1:]), per_section[number], saved[number], attends[number])
         for number, end in enumerate(ends)
     ]
 
@@ -168,23 +172,25 @@ def _attending(
 
     A module's inputs are activations, whatever they come from, as when it is built.
     """
-    found: list[float] = []
+    attention: list[float] = []
     for first in range(len(runs)):
-        found.append(math.inf)
-        if first and found[first - 1] == math.inf:
+        attention.append(math.inf)
+        if first and attention[first - 1] == math.inf:
             continue  # nor is there any later
-        watch, own = AttentionWatch(batch), dict[Any, Tensor]()
+        watch, computed = AttentionWatch(batch), dict[Any, Tensor]()
         for number in range(first, len(runs)):
             section = sections[number]
-            given = [own.get(node, values[node]) for node in section.takes]
-            watch.take(given)
-            given += [batch[place] for place in section.data]
+            inputs = [computed.get(node, values[node]) for node in section.takes]
+            watch.take(inputs)
+            inputs += [batch[place] for place in section.data]
             modules = (network.get_submodule(path) for path in section.paths)
-            own |= zip(section.gives, run_watched(runs[number], given, watch, modules), strict=True)
-            if watch.found:
-                found[first] = number
+            computed |= zip(
+                section.gives, run_watched(runs[number], inputs, watch, modules), strict=True
+            )
+            if watch.attends:
+                attention[first] = number
                 break
-    return found
+    return attention
 
 
 def _parameters(
@@ -205,9 +211,9 @@ def interface_seconds(choice: Choice, boundary: Boundary, samples: int) -> float
     seconds = 0.0
     if resolved.timing.signals:
         seconds += _fastest(lambda: interface.signal(h_BH, y_BY))
-    if resolved.wanted.every:
+    if resolved.needs.every:
         learning = _fastest(lambda: interface.learn(h_BH, y_BY, g_BH, measure=False))
-        seconds += learning / resolved.wanted.every
+        seconds += learning / resolved.needs.every
     return seconds
 
 
@@ -221,4 +227,4 @@ def _fastest(call: Callable[[], object]) -> float:
 
 
 def _bytes(values: Sequence[TensorSpec]) -> int:
-    return sum(prod(one.shape) * getattr(torch, one.dtype).itemsize for one in values)
+    return sum(prod(value.shape) * getattr(torch, value.dtype).itemsize for value in values)

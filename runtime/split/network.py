@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dni_runtime.errors import DataError, SpecError, UsageError
 from dni_runtime.network.source import (
     NetworkSpec,
-    Wrapped,
+    NetworkWrapper,
     build_network,
     first_line,
     guilty_line,
@@ -27,8 +27,8 @@ from dni_runtime.network.tracing import trace
 from dni_runtime.spec import DataInfo, TensorSpec
 from dni_runtime.spec.load import suggestion
 from dni_runtime.split.costs import Costs
-from dni_runtime.split.part import Part
-from dni_runtime.split.plan import Plan, Request
+from dni_runtime.split.part import NetworkPart
+from dni_runtime.split.plan import Plan, SplitRequest
 from dni_runtime.split.verify import unchanged
 from dni_runtime.worker.memory import keep_freed_memory
 
@@ -37,20 +37,20 @@ def take_apart(
     spec: NetworkSpec,
     network: nn.Module,
     info: DataInfo,
-    wanted: Request,
+    request: SplitRequest,
     batch: Sequence[Tensor] = (),  # of the data's inputs; empty: noise
-) -> list[Part]:
+) -> list[NetworkPart]:
     """Choose the cuts of a network, and describe its parts."""
-    with planning(spec, network, info, wanted, batch) as plan:
-        return plan.checked(plan.named(wanted.at) if wanted.at else plan.best(), network)
+    with planning(spec, network, info, request, batch) as plan:
+        return plan.checked(plan.named(request.at) if request.at else plan.best(), network)
 
 
 @dataclass(frozen=True)
 class Recut:
     """A network's modules, and better ones."""
 
-    parts: list[Part]  # as they are
-    better: list[Part]  # as many, of which the slowest is as fast as can be
+    parts: list[NetworkPart]  # as they are
+    better: list[NetworkPart]  # as many, of which the slowest is as fast as can be
     slowness: list[float]  # of each module: its time where it runs, divided by that on this machine
 
     @property
@@ -63,7 +63,7 @@ class Recut:
         """Expected time of a batch of each better one."""
         return self._times(self.better)
 
-    def _times(self, parts: Sequence[Part]) -> list[float]:
+    def _times(self, parts: Sequence[NetworkPart]) -> list[float]:
         return [slowness * part.busy_s for slowness, part in zip(self.slowness, parts, strict=True)]
 
 
@@ -71,23 +71,23 @@ def cut_again(
     spec: NetworkSpec,
     network: nn.Module,
     info: DataInfo,
-    wanted: Request,
+    request: SplitRequest,
     measured: Sequence[float | None] = (),  # seconds of each module's batch; None: not known
     batch: Sequence[Tensor] = (),  # of the data's inputs; empty: noise
 ) -> Recut:
-    """Find better cuts of a network that has been taken apart, which ``wanted.at`` gives.
+    """Find better cuts of a network that has been taken apart, which ``request.at`` gives.
 
     Each module of the new cuts is expected to be as much slower than on this machine as the present
     module at its place is.
     """
-    wanted = replace(wanted, modules=len(wanted.at) + 1)
-    with planning(spec, network, info, wanted, batch) as plan:
-        ends = plan.named(wanted.at)
+    request = replace(request, modules=len(request.at) + 1)
+    with planning(spec, network, info, request, batch) as plan:
+        ends = plan.named(request.at)
         now = plan.parts(ends)
-        asked, plan.wanted = plan.wanted, replace(plan.wanted, interfaces=())
+        asked, plan.request = plan.request, replace(plan.request, interfaces=())
         chosen = plan.parts(ends)
         if [part.interface for part in chosen] != [part.interface for part in now]:
-            plan.wanted = asked  # they are the user's, not those that 'split' chooses
+            plan.request = asked  # they are the user's, not those that 'split' chooses
         known = {
             number: seconds / (now[number].seconds + now[number].interface_s)
             for number, seconds in enumerate(measured)
@@ -103,18 +103,18 @@ def planning(
     spec: NetworkSpec,
     network: nn.Module,
     info: DataInfo,
-    wanted: Request,
+    request: SplitRequest,
     batch: Sequence[Tensor] = (),  # of the data's inputs; empty: noise
 ) -> Iterator[Plan]:
     """Measure a network, for the time of this context; its weights stay what they are."""
     keep_freed_memory()  # as workers do
     program = trace(spec)
-    batch = batch or [_batch(one, wanted.batch_size) for one in spec.example]
-    with _threads(wanted.threads), torch.random.fork_rng(devices=[]):
+    batch = batch or [_batch(sample, request.batch_size) for sample in spec.example]
+    with _threads(request.threads), torch.random.fork_rng(devices=[]):
         with unchanged(network):
             _try(spec, network, batch)
-            costs = Costs(program, network, batch, wanted.repeats)
-        yield Plan(program, costs, info, wanted, batch)
+            costs = Costs(program, network, batch, request.repeats)
+        yield Plan(program, costs, info, request, batch)
 
 
 def network_of(
@@ -152,7 +152,7 @@ def chain_name(target: str) -> str:
 def _try(spec: NetworkSpec, network: nn.Module, batch: Sequence[Tensor]) -> None:
     """Refuse a network that fails on a batch, or returns NaN."""
     try:
-        y = Wrapped(network, spec)(*(one.clone() for one in batch))
+        y = NetworkWrapper(network, spec)(*(x.clone() for x in batch))
     except Exception as error:
         at, line = guilty_line(error)
         raise SpecError(
@@ -163,12 +163,12 @@ def _try(spec: NetworkSpec, network: nn.Module, batch: Sequence[Tensor]) -> None
         raise SpecError(f"{spec.target} returns NaN for a batch, so its parts cannot be checked")
 
 
-def _batch(one: TensorSpec, samples: int) -> Tensor:
+def _batch(sample: TensorSpec, samples: int) -> Tensor:
     """Return a batch to measure with: noise, or ones where numbers are indices or masks."""
-    dtype = getattr(torch, one.dtype)
+    dtype = getattr(torch, sample.dtype)
     if dtype.is_floating_point:
-        return torch.randn(samples, *one.shape).to(dtype)
-    return torch.ones(samples, *one.shape, dtype=dtype)
+        return torch.randn(samples, *sample.shape).to(dtype)
+    return torch.ones(samples, *sample.shape, dtype=dtype)
 
 
 @contextlib.contextmanager
@@ -184,17 +184,17 @@ def _threads(count: int) -> Iterator[None]:
 def load_weights(network: nn.Module, file: Path) -> None:
     """Load a state dict, by the network's own names."""
     state = read_state_dict(file)
-    own = network.state_dict()
+    target = network.state_dict()
     # safetensors keeps one of several tied tensors
     tied: dict[int, list[str]] = {}
-    for name, value in own.items():
+    for name, value in target.items():
         tied.setdefault(value.data_ptr(), []).append(name)
     for names in tied.values():
-        given = [name for name in names if name in state]
-        if given:
-            state |= {name: state[given[0]] for name in names}
-    missing = [name for name in own if name not in state]
-    other = [name for name in state if name not in own]
+        available = [name for name in names if name in state]
+        if available:
+            state |= {name: state[available[0]] for name in names}
+    missing = [name for name in target if name not in state]
+    other = [name for name in state if name not in target]
     if missing or other:
         some = ", ".join(map(repr, (missing or other)[:3]))
         more = f" and {len(missing or other) - 3} more" if len(missing or other) > 3 else ""
@@ -202,14 +202,14 @@ def load_weights(network: nn.Module, file: Path) -> None:
             f"{str(file)!r} {'lacks' if missing else 'has, beside the network,'} {some}{more}",
             hint=suggestion(missing[0], list(state)) if missing else None,
         )
-    for name, value in own.items():
+    for name, value in target.items():
         if value.shape != state[name].shape:
             raise DataError(
                 f"{name!r} in {str(file)!r} has shape {list(state[name].shape)}, in the network "
                 f"{list(value.shape)}"
             )
-    own.update(state)  # it has the versions of the network's modules
-    network.load_state_dict(own)
+    target.update(state)  # it has the versions of the network's modules
+    network.load_state_dict(target)
 
 
 def read_state_dict(file: Path) -> dict[str, Tensor]:

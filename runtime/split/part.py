@@ -9,7 +9,7 @@ from dni_runtime.spec import Choice, TensorSpec
 
 
 @dataclass(frozen=True)
-class Part:
+class NetworkPart:
     """One module of a network that has been taken apart."""
 
     name: str
@@ -38,7 +38,7 @@ _PAYS = 1.2
 """Times as fast as one process: chains that are expected to be slower than that are told of."""
 
 
-def doubt(parts: Sequence[Part]) -> str | None:
+def doubt(parts: Sequence[NetworkPart]) -> str | None:
     """Return why a chain of these parts cannot pay, and what could; None if it can."""
     slowest = max(parts, key=lambda part: part.busy_s)
     one_process = sum(part.seconds for part in parts)

@@ -21,7 +21,7 @@ from dni_runtime.resolve.resolve import DEFAULT_OPTIMIZER
 from dni_runtime.spec import Choice, DataInfo, TensorSpec
 from dni_runtime.split.balance import Balance, best_cuts
 from dni_runtime.split.costs import Costs, interface_seconds
-from dni_runtime.split.part import Part
+from dni_runtime.split.part import NetworkPart
 from dni_runtime.split.verify import check_parts
 
 LINKS = {"fast": 1e9, "slow": 12.5e6}
@@ -32,7 +32,7 @@ DEFAULT_LOSS = Choice(name="CrossEntropyLoss")
 
 
 @dataclass(frozen=True)
-class Request:
+class SplitRequest:
     """How a network is to be taken apart."""
 
     modules: int = 2
@@ -58,20 +58,20 @@ class Plan:
         program: Program,
         costs: Costs,
         info: DataInfo,
-        wanted: Request,
+        request: SplitRequest,
         batch: Sequence[Tensor],
     ) -> None:
-        self.costs, self.wanted = costs, wanted
+        self.costs, self.request = costs, request
         self._program, self._batch = program, batch
         (output,) = (node for node in program.train.graph.nodes if node.op == "output")
         (last,) = output.all_input_nodes
         prediction = program.train.sample(last)
         if isinstance(prediction, str):
             raise SpecError(f"{program.spec.target}: the output {prediction}")
-        scores = ChainLoss(wanted.loss, prediction, info.label, ("loss",)).scores
+        scores = ChainLoss(request.loss, prediction, info.label, ("loss",)).scores
         classes = scores if info.classes is None else info.classes
         self._boundary = Boundary(
-            prediction, info.label, prediction, classes, wanted.loss, DEFAULT_OPTIMIZER
+            prediction, info.label, prediction, classes, request.loss, DEFAULT_OPTIMIZER
         )
         self._interfaces: dict[tuple[str, TensorSpec], float] = {}
 
@@ -80,7 +80,7 @@ class Plan:
         positions = [self._program.cut(name).position for name in at]
         if positions != sorted(set(positions)):
             raise SpecError(f"'--at {','.join(at)}' is not the order in which the network runs")
-        ends = [one.end.position if one.end else -1 for one in self.costs.segments]
+        ends = [segment.end.position if segment.end else -1 for segment in self.costs.segments]
         return [1 + ends.index(position) for position in positions]
 
     def best(self, slowness: Sequence[float] = (), now: Sequence[int] = ()) -> list[int]:
@@ -89,31 +89,35 @@ class Plan:
         ``slowness`` is a factor on the time of each module; by default all are as fast. ``now`` are
         the present cuts, for modules that are frozen.
         """
-        count, wanted, costs = len(self.costs.segments), self.wanted, self.costs
-        if wanted.modules > count:
+        count, request, costs = len(self.costs.segments), self.request, self.costs
+        if request.modules > count:
             raise SpecError(
                 f"{self._program.spec.target} can be cut in {count - 1} places, so that it has at "
-                f"most {count} modules, not {wanted.modules}",
+                f"most {count} modules, not {request.modules}",
                 hint=self._program.obstacles,
             )
-        slowness = slowness or [1.0] * wanted.modules
+        slowness = slowness or [1.0] * request.modules
         spans = list(pairwise([0, *now, count]))
         stays = [
-            one for one, (i, j) in zip(wanted.frozen, spans, strict=False) for _ in range(i, j)
+            frozen
+            for frozen, (i, j) in zip(request.frozen, spans, strict=False)
+            for _ in range(i, j)
         ]
         whole_s, whole_bytes = self.seconds(0, 0, count), costs.memory(0, count)
 
         def cost(number: int, i: int, j: int) -> float:
-            if stays and set(stays[i:j]) != {wanted.frozen[number]}:
+            if stays and set(stays[i:j]) != {request.frozen[number]}:
                 return math.inf
             seconds = slowness[number] * self.seconds(number, i, j) / whole_s
             memory = costs.memory(i, j) / whole_bytes
-            return {"time": seconds, "memory": memory, "both": max(seconds, memory)}[wanted.balance]
+            return {"time": seconds, "memory": memory, "both": max(seconds, memory)}[
+                request.balance
+            ]
 
-        byte_s = math.inf if wanted.balance == "memory" else LINKS[wanted.links]
+        byte_s = math.inf if request.balance == "memory" else LINKS[request.links]
         return best_cuts(
             count,
-            wanted.modules,
+            request.modules,
             cost,
             costs.traffic,
             lambda j: costs.traffic[j - 1] / byte_s / whole_s,
@@ -128,8 +132,8 @@ class Plan:
         return self._given(number) or default_interface(attends)
 
     def _given(self, number: int) -> Choice | None:
-        given = self.wanted.interfaces
-        return given[number if len(given) > 1 else 0] if given else None
+        interfaces = self.request.interfaces
+        return interfaces[number if len(interfaces) > 1 else 0] if interfaces else None
 
     def _because(self, number: int, attends: bool, lends: bool) -> str:
         if self._given(number) is not None:
@@ -147,13 +151,13 @@ class Plan:
             self._interfaces[key] = interface_seconds(choice, boundary, self.costs.samples)
         return self._interfaces[key]
 
-    def checked(self, ends: Sequence[int], network: nn.Module) -> list[Part]:
+    def checked(self, ends: Sequence[int], network: nn.Module) -> list[NetworkPart]:
         """Describe the modules between some cuts; refuse those that compute another result."""
         parts = self.parts(ends)
         check_parts(self._program.spec, network, self._batch, parts)
         return parts
 
-    def parts(self, ends: Sequence[int]) -> list[Part]:
+    def parts(self, ends: Sequence[int]) -> list[NetworkPart]:
         """Describe the modules between some cuts."""
         costs = self.costs
         cuts = [costs.segments[end - 1].end for end in ends]
@@ -165,12 +169,12 @@ class Plan:
         parameters = [costs.parameters(i, j) for i, j in spans]
         # The first part that uses a parameter has it; others borrow it.
         owner: dict[str, int] = {}
-        for number, own in enumerate(parameters):
-            for name in own:
+        for number, tensors in enumerate(parameters):
+            for name in tensors:
                 owner.setdefault(name, number)
         borrowed = [
-            sorted(name for name in own if owner[name] != number)
-            for number, own in enumerate(parameters)
+            sorted(name for name in tensors if owner[name] != number)
+            for number, tensors in enumerate(parameters)
         ]
         tied = sorted({name for some in borrowed for name in some})
         lent = [[name for name in tied if owner[name] == number] for number in range(len(spans))]
@@ -183,17 +187,19 @@ class Plan:
         }
         parts = []
         for number, ((i, j), section) in enumerate(zip(spans, sections, strict=True)):
-            taken = sorted([*section.takes, *borrowed[number]], key=lambda one: places[one])
-            own = {name: one for name, one in parameters[number].items() if owner[name] == number}
+            taken = sorted([*section.takes, *borrowed[number]], key=lambda node: places[node])
+            owned = {
+                name: tensor for name, tensor in parameters[number].items() if owner[name] == number
+            }
             outputs = costs.outputs(i, j) or (self._boundary.prediction,)
             outputs += tuple(
                 TensorSpec(
-                    shape=(row_width(own[name], costs.samples),),
-                    dtype=str(own[name].dtype).split(".")[-1],
+                    shape=(row_width(owned[name], costs.samples),),
+                    dtype=str(owned[name].dtype).split(".")[-1],
                 )
                 for name in lent[number]
             )
-            if len(types := sorted({one.dtype for one in outputs})) > 1:
+            if len(types := sorted({output.dtype for output in outputs})) > 1:
                 raise SpecError(
                     f"{self._program.spec.target} cannot be cut after {names[number + 1]!r}: "
                     f"values and tied weights of types {', '.join(types)} pass"
@@ -201,13 +207,13 @@ class Plan:
             attends = costs.attends(i, j)
             last = j == len(costs.segments)
             parts.append(
-                Part(
+                NetworkPart(
                     name=self._name(number),
                     after=names[number],
                     until=names[number + 1],
-                    inputs=self._inputs([places[one] for one in taken], section, gives, number),
+                    inputs=self._inputs([places[node] for node in taken], section, gives, number),
                     outputs=outputs,
-                    numbers=sum(one.numel() for one in own.values()),
+                    numbers=sum(tensor.numel() for tensor in owned.values()),
                     lends=tuple(lent[number]),
                     borrows={name: taken.index(name) for name in borrowed[number]},
                     seconds=costs.seconds(i, j),
@@ -241,10 +247,10 @@ class Plan:
             self._name(source) + (f".{which}" if len(gives[source]) > 1 else "")
             for source, which in places
         )
-        return (*modules, *(f"data.{one}" for one in section.data))
+        return (*modules, *(f"data.{index}" for index in section.data))
 
     def _name(self, number: int) -> str:
-        return self.wanted.names[number] if self.wanted.names else f"part-{number + 1}"
+        return self.request.names[number] if self.request.names else f"part-{number + 1}"
 
 
 def _bytes(outputs: Sequence[TensorSpec], samples: int) -> int:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from dni_runtime.errors import SpecError
 from dni_runtime.network.piece import Piece
-from dni_runtime.network.source import WRAPPED, NetworkSpec, Wrapped
-from dni_runtime.split.part import Part
+from dni_runtime.network.source import WRAPPED, NetworkSpec, NetworkWrapper
+from dni_runtime.split.part import NetworkPart
 
 _STEPS = 2
 """Training steps: in the second one, what the first one has changed is used."""
@@ -36,7 +36,7 @@ _HINT = (
 
 
 def check_parts(
-    spec: NetworkSpec, network: nn.Module, batch: Sequence[Tensor], parts: Sequence[Part]
+    spec: NetworkSpec, network: nn.Module, batch: Sequence[Tensor], parts: Sequence[NetworkPart]
 ) -> None:
     """Train the network whole and in parts, and compare outputs, gradients, buffers and names.
 
@@ -44,33 +44,37 @@ def check_parts(
     """
     torch.manual_seed(_STEPS)  # a worker builds the network by itself, and loads its tensors
     pieces = {part.name: _piece(spec, network, part) for part in parts}
-    own = set(network.state_dict())
+    expected = set(network.state_dict())
     names = set[str]().union(*(piece.state_dict() for piece in pieces.values()))
     names = {name.removeprefix(WRAPPED) for name in names}
-    if own != names:
-        verb, some = ("lack", own - names) if own - names else ("have, beside it,", names - own)
+    if expected != names:
+        verb, some = (
+            ("lack", expected - names)
+            if expected - names
+            else ("have, beside it,", names - expected)
+        )
         text = ", ".join(map(repr, sorted(some)[:3])) + (" …" if len(some) > 3 else "")
         raise SpecError(f"the parts of {spec.target} {verb} {text} of its state dict")
-    whole = Wrapped(network, spec)
-    first = {what: one.clone() for what, [(_, one)] in _buffers({"": whole}).items()}
+    whole = NetworkWrapper(network, spec)
+    first = {what: tensor.clone() for what, [(_, tensor)] in _buffers({"": whole}).items()}
     with unchanged(network):
         for step in range(_STEPS + 1):
             training = step < _STEPS
-            for one in (whole, *pieces.values()):
-                one.train(training).zero_grad(set_to_none=True)
+            for module in (whole, *pieces.values()):
+                module.train(training).zero_grad(set_to_none=True)
             with torch.set_grad_enabled(training):
                 torch.manual_seed(step)
                 y = whole(*(x.clone() for x in batch))
                 if y.requires_grad:
                     y.backward(_gradient(y))
                 torch.manual_seed(step)
-                found = _run(parts, pieces, [x.clone() for x in batch])
+                output = _run(parts, pieces, [x.clone() for x in batch])
             when = f"in training step {step + 1}" if training else "in eval mode after training"
-            _compare(spec, when, _left({"": whole}, y.detach()), _left(pieces, found), first)
-            learnt = [one for one in network.parameters() if one.grad is not None]
-            rate = _STEP * _norm(learnt) / _norm([one.grad for one in learnt]) if learnt else 0.0
-            for one in (whole, *pieces.values()):
-                for parameter in one.parameters():
+            _compare(spec, when, _left({"": whole}, y.detach()), _left(pieces, output), first)
+            learnt = [p for p in network.parameters() if p.grad is not None]
+            rate = _STEP * _norm(learnt) / _norm([p.grad for p in learnt]) if learnt else 0.0
+            for module in (whole, *pieces.values()):
+                for parameter in module.parameters():
                     if parameter.grad is not None:
                         parameter.data.add_(parameter.grad, alpha=-rate)
 
@@ -79,59 +83,59 @@ def check_parts(
 def unchanged(network: nn.Module) -> Iterator[None]:
     """Give a network the tensors back, at the end of the context, that it has now."""
     kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
-        (own, name, one, one.detach().clone())
+        (tensors, name, tensor, tensor.detach().clone())
         for module in network.modules()
-        for own in (module._parameters, module._buffers)
-        for name, one in own.items()
-        if one is not None
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None
     ]
     try:
         yield
     finally:
         network.train().zero_grad(set_to_none=True)
-        for own, name, one, value in kept:
-            one.data = value
-            own[name] = one  # 'forward' may have put another one there
+        for tensors, name, tensor, value in kept:
+            tensor.data = value
+            tensors[name] = tensor  # 'forward' may have put another one there
 
 
-def _piece(spec: NetworkSpec, network: nn.Module, part: Part) -> Piece:
+def _piece(spec: NetworkSpec, network: nn.Module, part: NetworkPart) -> Piece:
     """Build a part as its worker does, with the network's weights."""
     piece = Piece(
         spec.to_yaml(), part.after, part.until, part.lends, part.borrows, rows=part.samples
     )
-    state, own = network.state_dict(), piece.state_dict()
-    for name in own:
-        own[name] = state.get(name.removeprefix(WRAPPED), own[name])
-    piece.load_state_dict(own)
+    state, target = network.state_dict(), piece.state_dict()
+    for name in target:
+        target[name] = state.get(name.removeprefix(WRAPPED), target[name])
+    piece.load_state_dict(target)
     return piece
 
 
-def _run(parts: Sequence[Part], pieces: Mapping[str, Piece], xs: list[Tensor]) -> Tensor:
+def _run(parts: Sequence[NetworkPart], pieces: Mapping[str, Piece], xs: list[Tensor]) -> Tensor:
     """Run the parts, forward and backward; gradients come to copies of their outputs."""
     before, copies = "data", {"data": xs}
     made: dict[str, list[Tensor]] = {}
     for part in parts:
-        places = [one.partition(".") for one in part.inputs or ()]
-        given = [copies[name][int(which or 0)] for name, _, which in places]
-        outputs = pieces[part.name](*(given or copies[before]))
+        places = [source.partition(".") for source in part.inputs or ()]
+        inputs = [copies[name][int(which or 0)] for name, _, which in places]
+        outputs = pieces[part.name](*(inputs or copies[before]))
         before, made[part.name] = (
             part.name,
             list(outputs if isinstance(outputs, tuple) else [outputs]),
         )
         copies[before] = [
-            one.detach().requires_grad_(one.is_floating_point() and torch.is_grad_enabled())
-            for one in made[before]
+            output.detach().requires_grad_(output.is_floating_point() and torch.is_grad_enabled())
+            for output in made[before]
         ]
     (y,) = copies[before]
     y.grad = _gradient(y)
     for name in reversed(made):
         pairs = [
-            (one, torch.zeros_like(one) if copy.grad is None else copy.grad)
-            for one, copy in zip(made[name], copies[name], strict=True)
-            if one.requires_grad
+            (output, torch.zeros_like(output) if copy.grad is None else copy.grad)
+            for output, copy in zip(made[name], copies[name], strict=True)
+            if output.requires_grad
         ]
         if pairs:
-            torch.autograd.backward([one for one, _ in pairs], [g for _, g in pairs])
+            torch.autograd.backward([output for output, _ in pairs], [g for _, g in pairs])
     return y.detach()
 
 
@@ -141,7 +145,7 @@ def _gradient(y: Tensor) -> Tensor:
 
 
 def _norm(tensors: Sequence[Tensor | None]) -> float:
-    norms = [one.detach().double().norm() for one in tensors if one is not None]
+    norms = [tensor.detach().double().norm() for tensor in tensors if tensor is not None]
     return float(torch.stack(norms).norm()) or 1.0
 
 
@@ -154,10 +158,10 @@ def _compare(
 ) -> None:
     """Compare what a pass has left in the network and in its parts; ``first``: buffers before."""
     sizes: dict[str, float] = {}
-    for what, [(_, one)] in whole.items():
-        still = what in first and torch.equal(first[what], one)
-        if one.is_floating_point() and not still:  # else it may be a mask, or a number of calls
-            sizes[_kind(what)] = max(_largest(one), sizes.get(_kind(what), 0.0))
+    for what, [(_, tensor)] in whole.items():
+        still = what in first and torch.equal(first[what], tensor)
+        if tensor.is_floating_point() and not still:  # else it may be a mask, or a number of calls
+            sizes[_kind(what)] = max(_largest(tensor), sizes.get(_kind(what), 0.0))
     for what in {**whole, **parts}:
         noise = _NOISE * sizes.get(_kind(what), 0.0)
         some = parts.get(what) or [("", torch.zeros_like(whole[what][0][1]))]
@@ -184,26 +188,26 @@ def _kind(what: str) -> str:
     return what.rpartition(".")[0] if what.startswith("the buffer") else what.partition("'")[0]
 
 
-def _largest(one: Tensor) -> float:
-    return float(one.double().abs().nan_to_num(posinf=0.0).max()) if one.numel() else 0.0
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.double().abs().nan_to_num(posinf=0.0).max()) if tensor.numel() else 0.0
 
 
 def _left(modules: Mapping[str, nn.Module], y: Tensor) -> dict[str, list[tuple[str, Tensor]]]:
     """Return what a pass has left, each by what it is and with the part that has it."""
-    found = {"the output": [("", y)]}
+    tensors = {"the output": [("", y)]}
     for part, module in modules.items():
-        for name, one in module.named_parameters(remove_duplicate=False):
-            if one.grad is not None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if parameter.grad is not None:
                 what = f"the gradient of {name.removeprefix(WRAPPED)!r}"
-                found.setdefault(what, []).append((part, one.grad.to_dense()))
-    return found | _buffers(modules)
+                tensors.setdefault(what, []).append((part, parameter.grad.to_dense()))
+    return tensors | _buffers(modules)
 
 
 def _buffers(modules: Mapping[str, nn.Module]) -> dict[str, list[tuple[str, Tensor]]]:
-    found: dict[str, list[tuple[str, Tensor]]] = {}
+    tensors: dict[str, list[tuple[str, Tensor]]] = {}
     for part, module in modules.items():
         for name, buffer in module.named_buffers(remove_duplicate=False):
             if name.startswith(WRAPPED):  # not a constant of 'forward'
                 what = f"the buffer {name.removeprefix(WRAPPED)!r}"
-                found.setdefault(what, []).append((part, buffer))
-    return found
+                tensors.setdefault(what, []).append((part, buffer))
+    return tensors

@@ -159,7 +159,7 @@ def failure(run: RunDir, state: RunState) -> DniError | None:
         f"then 'dnictl up --carry {run.root}'",
     }
     kinds: dict[int | None, type[DniError]] = {
-        one.exit_code: one for one in (DivergedError, DataError)
+        kind.exit_code: kind for kind in (DivergedError, DataError)
     }
     code = module.exit_code
     hint = hints.get(code or 0, f"dnictl resume {run.root}")

@@ -30,9 +30,9 @@ class Mover:
         self._shrink = shrink
         self._without_room: set[str] = set()
 
-    def room_for(self, wanted: Mapping[str, int]) -> dict[str, int]:
+    def room_for(self, replicas: Mapping[str, int]) -> dict[str, int]:
         """Return as many of these replicas as hosts have room for, and plan new ones there."""
-        counts, full = dict(wanted), set[str]()
+        counts, full = dict(replicas), set[str]()
         if self._hosts is None:
             return counts
         workers = self._pool.workers
@@ -94,9 +94,9 @@ class Mover:
         """Plan a replica where the last one of its module is, which will not be needed."""
         module = module_of(name)
         last = self._pool.workers[f"{module}.{self._pool.replicas[module]}"]
-        own = self._pool.workers[name]
-        if last.node is not None and last.node != own.node:
-            self._pool.replace(own.moved(last.node))
+        worker = self._pool.workers[name]
+        if last.node is not None and last.node != worker.node:
+            self._pool.replace(worker.moved(last.node))
 
     def _share_cpus(self, hosts: Hosts) -> None:
         """Let all steps that start from now on overlap, if the job has been resized."""
@@ -111,14 +111,16 @@ class Mover:
         Return the new plans (None: there is no room), and the numbers of replicas.
         """
         counts, going = dict(self._pool.replicas), set[str]()
-        own = {module_of(name) for name in names}
+        modules = {module_of(name) for name in names}
         while True:
             staying = [worker for worker in present if worker.module not in going]
-            found = hosts.move(staying, [name for name in names if name not in going])
+            plans = hosts.move(staying, [name for name in names if name not in going])
             several = [module for module, count in counts.items() if count > 1]
-            if found is not None or not several:
-                return found, counts
-            module = min(several, key=lambda one: (one not in own, -counts[one]))
+            if plans is not None or not several:
+                return plans, counts
+            module = min(
+                several, key=lambda candidate: (candidate not in modules, -counts[candidate])
+            )
             going.add(f"{module}.{counts[module]}")
             counts[module] -= 1
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from dni_runtime.errors import DniError
 from dni_runtime.plan.plan import AUTO, LaunchPlan, WorkerPlan
 from dni_runtime.run.cuts import forget, newest_cut
-from dni_runtime.run.documents.reports import ENDED, Control, Report, Wanted
+from dni_runtime.run.documents.reports import ENDED, Control, Order, Report
 from dni_runtime.run.documents.state import process_birth, shell_status
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.schedulers.processes import Process, Starter
@@ -70,7 +70,7 @@ class WorkerPool:
         # plan of each module's next start
         self.workers = {worker.module: worker for worker in plan.workers}
         self._shutdown: dict[str, float] = {}
-        self._untold: dict[str, Wanted] = {}
+        self._untold: dict[str, Order] = {}
         self._ended_s: dict[str, float] = {}
         self._plan_is_kept = True
         self._remind_at = 0.0
@@ -225,9 +225,9 @@ class WorkerPool:
         """
         self._starter.kill_all(self.processes)
         until_s = self._clock() + LEAVE_S
-        while left := [name for name, one in self.processes.items() if one.poll() is None]:
+        while alive := [name for name, process in self.processes.items() if process.poll() is None]:
             if self._clock() >= until_s:  # the kernel waits for a disk or a driver
-                _log.warning("killed, but still there: %s", ", ".join(left))
+                _log.warning("killed, but still there: %s", ", ".join(alive))
                 break
             self._sleep(TICK_S)
             self._journal.heartbeat()
@@ -312,17 +312,17 @@ class WorkerPool:
     def remind(self) -> None:
         """Write again what could not be written."""
         if self._untold and self._clock() >= self._remind_at:
-            for name, wanted in list(self._untold.items()):
-                self._tell(name, wanted)
+            for name, order in list(self._untold.items()):
+                self._tell(name, order)
 
-    def _tell(self, name: str, wanted: Wanted) -> None:
+    def _tell(self, name: str, order: Order) -> None:
         self._untold.pop(name, None)
         try:
-            control = Control(attempt=self._modules[name].attempt, wanted=wanted)
+            control = Control(attempt=self._modules[name].attempt, order=order)
             control.write(self._run.control(name))
         except OSError as error:  # the disk is full, or not available
-            _log.warning("module %s cannot be told to %s: %s", name, wanted, error)
-            self._untold[name] = wanted
+            _log.warning("module %s cannot be told to %s: %s", name, order, error)
+            self._untold[name] = order
             self._remind_at = self._clock() + _REMIND_S
 
     def kill(self, names: Iterable[str], reason: str) -> None:

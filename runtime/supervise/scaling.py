@@ -46,24 +46,24 @@ class Scaler:
     def look(self) -> dict[str, int]:
         """Return how many replicas are wanted now, and record a change."""
         self._balance()
-        state, found = self._journal.state, Scale.peek(self._run.scale)
-        if found is None and state.wanted:  # it cannot be read now
-            return state.wanted
-        wanted = _wanted(found, self._elastic)
-        if wanted != (state.wanted or self._elastic):
-            self._journal.event("scale_requested", replicas=wanted)
-        if wanted != state.wanted:
-            state.wanted = wanted
+        state, scale = self._journal.state, Scale.peek(self._run.scale)
+        if scale is None and state.scale:  # it cannot be read now
+            return state.scale
+        replicas = _counts(scale, self._elastic)
+        if replicas != (state.scale or self._elastic):
+            self._journal.event("scale_requested", replicas=replicas)
+        if replicas != state.scale:
+            state.scale = replicas
             self._journal.write()
-        return wanted
+        return replicas
 
     def limit(self, counts: Mapping[str, int]) -> None:
         """Write that no more replicas than these are left; raises ``OSError``."""
-        found = Scale.peek(self._run.scale) or Scale()
-        wanted = wanted_replicas(self._run, self._elastic)
-        left = {one: count for one, count in counts.items() if count < wanted[one]}
-        if left:
-            found.model_copy(update={"left": {**found.left, **left}}).write(self._run.scale)
+        scale = Scale.peek(self._run.scale) or Scale()
+        replicas = wanted_replicas(self._run, self._elastic)
+        limits = {module: count for module, count in counts.items() if count < replicas[module]}
+        if limits:
+            scale.model_copy(update={"limits": {**scale.limits, **limits}}).write(self._run.scale)
 
     def _balance(self) -> None:
         """Ask for as many replicas as balance the chain, of modules that nobody else asks for."""
@@ -71,26 +71,30 @@ class Scaler:
         if not self._auto or now_s < self._balance_s:
             return
         self._balance_s = now_s + BALANCE_S
-        asked, wanted = Scale.peek(run.scale) or Scale(), wanted_replicas(run, self._elastic)
-        phases = {one.state for one in self._journal.state.modules.values()}
+        asked, replicas = Scale.peek(run.scale) or Scale(), wanted_replicas(run, self._elastic)
+        phases = {module.state for module in self._journal.state.modules.values()}
         if phases - {"running", "inactive"}:  # what is measured now is of a time of change
             return
         with contextlib.suppress(UsageError, OSError):
-            found = balance_of(run, names, wanted, margin=MARGIN)
-            own = {one: found[one] for one in self._auto if one not in asked.replicas}
-            if any(wanted[one] != count for one, count in own.items()):
-                ask_for(run, own, balanced=True)
+            counts = balance_of(run, names, replicas, margin=MARGIN)
+            changes = {
+                module: counts[module] for module in self._auto if module not in asked.replicas
+            }
+            if any(replicas[module] != count for module, count in changes.items()):
+                ask_for(run, changes, balanced=True)
 
 
 def wanted_replicas(run: RunDir, elastic: Mapping[str, int]) -> dict[str, int]:
     """Return how many replicas are wanted of each elastic module."""
-    return _wanted(Scale.peek(run.scale), elastic)
+    return _counts(Scale.peek(run.scale), elastic)
 
 
-def _wanted(found: Scale | None, elastic: Mapping[str, int]) -> dict[str, int]:
-    found = found or Scale()
-    given = {**elastic, **found.balanced, **found.replicas}
-    return {one: min(given[one], found.left.get(one, given[one])) for one in elastic}
+def _counts(scale: Scale | None, elastic: Mapping[str, int]) -> dict[str, int]:
+    scale = scale or Scale()
+    counts = {**elastic, **scale.balanced, **scale.replicas}
+    return {
+        module: min(counts[module], scale.limits.get(module, counts[module])) for module in elastic
+    }
 
 
 def ask_for(run: RunDir, replicas: Mapping[str, int], *, balanced: bool = False) -> None:
@@ -98,18 +102,22 @@ def ask_for(run: RunDir, replicas: Mapping[str, int], *, balanced: bool = False)
 
     ``balanced``: they are what balances the chain, and may follow it further.
     """
-    found = Scale.peek(run.scale) or Scale()
-    asked = {one: count for one, count in found.replicas.items() if one not in replicas}
-    left = {one: count for one, count in found.left.items() if balanced or one not in replicas}
+    scale = Scale.peek(run.scale) or Scale()
+    asked = {module: count for module, count in scale.replicas.items() if module not in replicas}
+    limits = {
+        module: count
+        for module, count in scale.limits.items()
+        if balanced or module not in replicas
+    }
     if balanced:
-        after = Scale(replicas=asked, balanced={**found.balanced, **replicas}, left=left)
+        after = Scale(replicas=asked, balanced={**scale.balanced, **replicas}, limits=limits)
     else:
-        after = Scale(replicas={**asked, **replicas}, balanced=found.balanced, left=left)
+        after = Scale(replicas={**asked, **replicas}, balanced=scale.balanced, limits=limits)
     after.write(run.scale)
 
 
 def lift_limits(run: RunDir) -> None:
     """Forget that replicas were lost: what was lost may be there again; raises ``OSError``."""
-    found = Scale.peek(run.scale)
-    if found is not None and found.left:
-        found.model_copy(update={"left": {}}).write(run.scale)
+    scale = Scale.peek(run.scale)
+    if scale is not None and scale.limits:
+        scale.model_copy(update={"limits": {}}).write(run.scale)

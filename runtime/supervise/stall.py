@@ -79,7 +79,7 @@ class Stall:
 
 
 @dataclass
-class _Seen:
+class _Observations:
     """Observations of one attempt of a module; times in seconds in which the supervisor looked."""
 
     report: Report  # the newest; empty before the first
@@ -123,7 +123,7 @@ class StallRule:
         pairs = zip(modules[1:], modules, strict=False)
         self._sources = sources or {name: (before,) for name, before in pairs}
         self._stall_s = stall_s
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _Observations] = {}
         self._moves = dict.fromkeys(modules, 0)
         self._finished_s: dict[str, float] = {}
         self._looked_s: float | None = None
@@ -141,13 +141,13 @@ class StallRule:
         if self._looked_s is not None:
             self._now_s += min(now_s - self._looked_s, GAP_S)
         self._looked_s = now_s
-        self._finished_s = {one: self._finished_s.get(one, self._now_s) for one in finished}
+        self._finished_s = {name: self._finished_s.get(name, self._now_s) for name in finished}
         for name in self._modules:
             self._note(name, reports.get(name))
         for name in self._modules:
             self._note_passed(name)
-        found = [self._judge(name) for name in self._modules]
-        return list(dict.fromkeys(stall for stall in found if stall is not None))
+        stalls = [self._judge(name) for name in self._modules]
+        return list(dict.fromkeys(stall for stall in stalls if stall is not None))
 
     def moves(self, modules: Collection[str]) -> int:
         """Return how often these modules have moved in the stream, over all attempts."""
@@ -183,7 +183,7 @@ class StallRule:
         seen = self._seen.get(name)
         if seen is None or report.attempt != seen.report.attempt:
             now_s = self._now_s
-            self._seen[name] = _Seen(report, now_s, now_s, now_s, now_s)
+            self._seen[name] = _Observations(report, now_s, now_s, now_s, now_s)
             return
         if report == seen.report:
             return
@@ -209,8 +209,8 @@ class StallRule:
         if seen is None or seen.passed_s is not None or not above:
             return
         waits = seen.phase == "running" and seen.doing == "input"
-        further = [one for one in above if one is not None and one.id > seen.id]
-        just_now = any(one.moves > 0 and one.moved_s == self._now_s for one in further)
+        further = [source for source in above if source is not None and source.id > seen.id]
+        just_now = any(source.moves > 0 and source.moved_s == self._now_s for source in further)
         if just_now and waits and len(further) == len(above):
             seen.passed_s = self._now_s
 
@@ -231,7 +231,7 @@ class StallRule:
         after = f"for {lasts_s:.0f} s, at {seen.id} of the stream"
         return self._stall(text.format(name, after), name) if lasts_s >= limit_s else None
 
-    def _sign(self, seen: _Seen) -> str:
+    def _sign(self, seen: _Observations) -> str:
         """Return the sign of life that a module's newest report is."""
         if seen.phase in ENDED:
             return seen.phase
@@ -243,10 +243,10 @@ class StallRule:
         """Return for how long a sign has been the same; of replicas, of all that wait."""
         names = [name]
         if sign == "replicas":
-            names = [one for one in self._seen if module_of(one) == module_of(name)]
-            if any(self._seen[one].doing != sign for one in names):
+            names = [other for other in self._seen if module_of(other) == module_of(name)]
+            if any(self._seen[other].doing != sign for other in names):
                 return 0.0
-        began_s = (self._now_s - self._seen[one].began_s for one in names)
+        began_s = (self._now_s - self._seen[other].began_s for other in names)
         return min(*map(self.still_s, names), *began_s)
 
     def _stall(self, message: str, *names: str) -> Stall:
@@ -261,10 +261,10 @@ class StallRule:
             others = [other for other in self._modules if name in self._sources.get(other, ())]
             others = [other for other in others if name in self._missing(other)]
         # one that has not finished is the cause; else the last one to finish
-        left = [other for other in others if other not in self._finished_s]
-        left = left or sorted(others, key=self._finished_s.__getitem__)[-1:]
-        found = (self._waits_for(name, other, after) for other in left)
-        return next((stall for stall in found if stall is not None), None)
+        unfinished = [other for other in others if other not in self._finished_s]
+        unfinished = unfinished or sorted(others, key=self._finished_s.__getitem__)[-1:]
+        stalls = (self._waits_for(name, other, after) for other in unfinished)
+        return next((stall for stall in stalls if stall is not None), None)
 
     def _missing(self, name: str) -> Sequence[str]:
         """Return the modules whose output a module waits for, if it waits for input."""
@@ -272,7 +272,11 @@ class StallRule:
         if its is None or its.doing != "input":
             return sources
         seen = {source: self._seen.get(source) for source in sources}
-        behind = [source for source, one in seen.items() if one is None or one.id <= its.id]
+        behind = [
+            source
+            for source, neighbour in seen.items()
+            if neighbour is None or neighbour.id <= its.id
+        ]
         return behind or sources
 
     def _waits_for(self, name: str, other: str, after: str) -> Stall | None:
@@ -298,16 +302,16 @@ class StallRule:
         message += f"; the link is {stands}, unacknowledged messages: {upper.in_flight}"
         return self._stall(message, *((name, other) if for_input else (other, name)))
 
-    def _kept_from_links(self, seen: _Seen) -> bool:
+    def _kept_from_links(self, seen: _Observations) -> bool:
         """Whether a worker may have to send something again, but cannot: its disk is slow, say."""
         return seen.phase == "running" and (seen.doing == "checkpoint" or self._silent(seen))
 
-    def _silent(self, seen: _Seen) -> bool:
+    def _silent(self, seen: _Observations) -> bool:
         return self._now_s - seen.changed_s >= self._stall_s / 2
 
 
 @dataclass
-class _Open:
+class _OpenStall:
     """A stall that is not over; its modules may have been restarted."""
 
     since_s: float  # time of its detection
@@ -323,7 +327,7 @@ class Watchdog:
         self.rule = StallRule([w.module for w in plan.workers], plan.restart.stall_s, plan.sources)
         self._restarts = plan.restart.on_stall == "restart"
         self._journal = journal
-        self._open: dict[tuple[str, ...], _Open] = {}
+        self._open: dict[tuple[str, ...], _OpenStall] = {}
         self._before: RunPhase = "starting"
 
     def look(self, now_s: float, reports: Mapping[str, Report]) -> dict[str, float]:
@@ -334,11 +338,11 @@ class Watchdog:
         """
         state, restart = self._journal.state, dict[str, float]()
         ended = [n for n, m in state.modules.items() if m.state == "finished" and n not in reports]
-        found = self.rule.look(now_s, reports, ended)
+        stalls = self.rule.look(now_s, reports, ended)
         if state.phase not in ("starting", "running", "stalled") or self._journal.failing:
             return {}  # on a full disk the workers' reports stand still, too
-        for stall in found:
-            opened = _Open(now_s, self.rule.moves(stall.modules))
+        for stall in stalls:
+            opened = _OpenStall(now_s, self.rule.moves(stall.modules))
             entry = self._open.setdefault(stall.modules, opened)
             if entry.stall != stall:
                 self._journal.event("run_stalled", module=stall.modules[0], reason=stall.message)

@@ -140,22 +140,22 @@ def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
             f"run {run.root.name!r} was started on {state.host}; its supervisor does not respond",
             hint=f"make sure that no process of it runs there, then remove {str(run.state)!r}",
         )
-    left = {name: module for name, module in state.modules.items() if lives(module)}
-    for module in left.values():
+    alive = {name: module for name, module in state.modules.items() if lives(module)}
+    for module in alive.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(module.pid or 0), signal.SIGTERM)
-    rule = StallRule(list(left), RestartPlan.stall_s)
+    rule = StallRule(list(alive), RestartPlan.stall_s)
 
     def save(names: Iterable[str]) -> bool:
         """Whether any of these still saves something."""
-        reports = {name: Report.read(run.worker(name)).of(left[name].attempt) for name in names}
+        reports = {name: Report.read(run.worker(name)).of(alive[name].attempt) for name in names}
         rule.look(time.monotonic(), reports)
         return any(map(rule.saves, reports))
 
-    left = _after(grace_s, left, save)
-    for module in left.values():
+    alive = _after(grace_s, alive, save)
+    for module in alive.values():
         kill_session(int(module.pid or 0))
-    _after(_KILLED_S, left)
+    _after(_KILLED_S, alive)
     remove_runtime_files(run, socket_path(run.root))
     return RunState.read(run)
 

@@ -349,19 +349,22 @@ class Supervisor:
     def _shrink(self, counts: Mapping[str, int], reason: str) -> None:
         """Restart all workers, with fewer replicas until somebody asks for more."""
         before = self._pool.replicas
-        fewer = {one: count for one, count in counts.items() if count < before[one]}
+        fewer = {module: count for module, count in counts.items() if count < before[module]}
         for module in fewer:
             self._journal.event("replica_lost", module=module, reason=reason)
         with contextlib.suppress(OSError):  # a full disk: as many are tried when it has room
             self._scaler.limit(fewer)
         self._restart_all(0.0, reason, counts)
 
-    def _scale(self, wanted: Mapping[str, int]) -> None:
+    def _scale(self, replicas: Mapping[str, int]) -> None:
         """Stop all workers at a cut if other numbers of replicas are wanted, and there is room."""
         states = {module.state for module in self.state.modules.values()}
         if self.state.restart_reason is not None or states - {"running", "inactive"}:
             return
-        if wanted != self._pool.replicas and self._mover.room_for(wanted) != self._pool.replicas:
+        if (
+            replicas != self._pool.replicas
+            and self._mover.room_for(replicas) != self._pool.replicas
+        ):
             self._stop_for_restart("other numbers of replicas are wanted")
 
     def _stop_for_restart(self, reason: str) -> None:
@@ -410,7 +413,7 @@ class Supervisor:
         failed = None if self.state.failed is None else self.state.modules[self.state.failed]
         self.state.phase, self.state.exit_code = conclusion(
             None if failed is None else failed.exit_code,
-            [one.state for one in self.state.modules.values() if one.state != "inactive"],
+            [module.state for module in self.state.modules.values() if module.state != "inactive"],
             self._killed_by,
             whole=self._is_whole,
         )

@@ -71,19 +71,19 @@ def samples_of(message: Message) -> tuple[Part | None, Rows | None]:
 def _part(value: Body) -> Part:
     match value:
         case [int(first), int(samples), *shares]:
-            found = [one for one in shares if isinstance(one, float) and 0 <= one <= 1]
-            fits = len(found) == len(shares) and {type(first), type(samples)} == {int}
+            fractions = [share for share in shares if isinstance(share, float) and 0 <= share <= 1]
+            fits = len(fractions) == len(shares) and {type(first), type(samples)} == {int}
             if fits and 0 <= first < samples <= SIZE_LIMIT:
-                return Part(first, samples, tuple(found))
+                return Part(first, samples, tuple(fractions))
     raise _wrong({"part": value})
 
 
 def _rows(value: Body) -> Rows:
     match value:
         case [str(split), *numbers] if split in SPLITS and len(numbers) == len(Rows._fields) - 1:
-            found = [one for one in numbers if type(one) is int and 0 <= one < 1 << 63]
-            if len(found) == len(numbers):
-                return Rows(split, *found)
+            counts = [number for number in numbers if type(number) is int and 0 <= number < 1 << 63]
+            if len(counts) == len(numbers):
+                return Rows(split, *counts)
     raise _wrong({"rows": value})
 
 

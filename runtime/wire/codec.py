@@ -43,7 +43,7 @@ class _Uses:
 
 
 _BATCHES = [
-    (*h, *(f"x{one}" for one in range(data)), "y")
+    (*h, *(f"x{index}" for index in range(data)), "y")
     for data in range(INPUTS_LIMIT + 1)
     for h in (("h",), ("h", "h_scale"), ())
     if h or data

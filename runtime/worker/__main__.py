@@ -27,9 +27,9 @@ def main() -> None:
     """Parse, serve, and turn errors into messages and exit codes."""
     began = time.time()
     collect_seldom()  # until the worker serves
-    given = vars(parser().parse_args())
-    selftest = given.pop("selftest")
-    start = WorkerStart(**given)
+    options = vars(parser().parse_args())
+    selftest = options.pop("selftest")
+    start = WorkerStart(**options)
     os.umask(0o077)
     logging.basicConfig(
         level=start.log_level.upper(),

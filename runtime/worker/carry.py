@@ -40,9 +40,9 @@ class Names:
             self._prefixes.append(prefixes)
             self.ends.append((count, until))
 
-    def of(self, module: int, own: str) -> str:
-        """Return the name of what is called ``own`` among the layers of a module."""
-        number, _, rest = own.partition(".")
+    def of(self, module: int, key: str) -> str:
+        """Return the name of what is called ``key`` among the layers of a module."""
+        number, _, rest = key.partition(".")
         return f"{self._prefixes[module][int(number)]}.{rest}"
 
 
@@ -59,28 +59,28 @@ def carry(
         modules = []
         for number, (worker, state) in enumerate(zip(old, states, strict=True)):
             modules.append(_Module(ModuleStep(worker), state, names.ends[number]))
-        found = {
-            names.of(number, own): (module, own)
+        by_name = {
+            names.of(number, key): (module, key)
             for number, module in enumerate(modules)
-            for own in module.tensors
+            for key in module.tensors
         }
         names = Names(new)
         for number, worker in enumerate(new):
             step = ModuleStep(worker)
             like = modules[min(number, len(modules) - 1)]
-            its = {own: found[names.of(number, own)] for own in step.layers.state_dict()}
+            its = {key: by_name[names.of(number, key)] for key in step.layers.state_dict()}
             _take_layers(step, its, like)
             _take_recurrent(step, its)
             for module in modules:
                 if module.end == names.ends[number]:
                     _take_interface(step, module.step)
             torch.set_rng_state(like.random)
-            tensors, own = snapshot(step)
-            own |= {key: like.document[key] for key in _SAME}
+            tensors, document = snapshot(step)
+            document |= {key: like.document[key] for key in _SAME}
             if worker.head is not None:
                 first = modules[0].document
-                own |= {key: first[key] for key in _HEADS if key in first}
-            yield tensors, own
+                document |= {key: first[key] for key in _HEADS if key in first}
+            yield tensors, document
 
 
 class _Module:
@@ -100,7 +100,7 @@ class _Module:
             zip(map(id, optimization.parameters), optimization.before or (), strict=False)
         )
         # parameters before the newest update, if weights are predicted
-        self.before = {own: before[id(p)] for own, p in self.parameters.items() if id(p) in before}
+        self.before = {key: before[id(p)] for key, p in self.parameters.items() if id(p) in before}
         owner = {
             id(p): optimizer
             for optimizer in optimization.optimizers.values()
@@ -108,7 +108,7 @@ class _Module:
             for p in group["params"]
         }
         self.optimizers: dict[str, Optimizer] = {
-            own: owner[id(p)] for own, p in self.parameters.items() if id(p) in owner
+            key: owner[id(p)] for key, p in self.parameters.items() if id(p) in owner
         }  # of each trained parameter
 
 
@@ -119,14 +119,14 @@ def _take_layers(step: ModuleStep, its: dict[str, tuple[_Module, str]], like: _M
     for it. ``like`` is a module as far in the stream.
     """
     optimization, average = step.optimization, step.optimization.average
-    step.layers.load_state_dict({own: old.tensors[name] for own, (old, name) in its.items()})
+    step.layers.load_state_dict({key: old.tensors[name] for key, (old, name) in its.items()})
     if average is not None:
         average.module.load_state_dict(
-            {own: old.averages[name] for own, (old, name) in its.items()}
+            {key: old.averages[name] for key, (old, name) in its.items()}
         )
         theirs = like.step.optimization.average
         average.n_averaged.fill_(1 if theirs is None else int(theirs.n_averaged))
-    names = {id(p): own for own, p in step.layers.named_parameters()}
+    names = {id(p): key for key, p in step.layers.named_parameters()}
     ours = [its[names[id(p)]] for p in optimization.parameters]
     if ours and all(name in old.before for old, name in ours):
         optimization.before = [old.before[name] for old, name in ours]
@@ -147,12 +147,12 @@ def _take_recurrent(step: ModuleStep, its: dict[str, tuple[_Module, str]]) -> No
     """Take the state of the optimizers that recurrent layers have."""
     for path, layer in step.layers.named_modules():
         if isinstance(layer, Recurrent):
-            own = next(own for own in its if own.startswith(f"{path}."))
-            old, name = its[own]
-            theirs = old.step.layers.get_submodule(name.removesuffix(own.removeprefix(path)))
+            key = next(key for key in its if key.startswith(f"{path}."))
+            old, name = its[key]
+            theirs = old.step.layers.get_submodule(name.removesuffix(key.removeprefix(path)))
             assert isinstance(theirs, Recurrent)
-            for key, optimizer in layer.optimizers().items():
-                optimizer.load_state_dict(theirs.optimizers()[key].state_dict())
+            for cell, optimizer in layer.optimizers().items():
+                optimizer.load_state_dict(theirs.optimizers()[cell].state_dict())
 
 
 def _take_interface(step: ModuleStep, old: ModuleStep) -> None:

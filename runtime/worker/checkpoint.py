@@ -163,8 +163,8 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
         optimization.gathered = document["gathered"]
         if optimization.scale is not None:
             optimization.scale.value, optimization.scale.steps = document["loss_scale"]
-        for schedule, own in zip(optimization.schedules, document["schedules"], strict=True):
-            schedule.load_state_dict(_with_numbers(own))
+        for schedule, state in zip(optimization.schedules, document["schedules"], strict=True):
+            schedule.load_state_dict(_with_numbers(state))
         step.batches = document["batches"]
         torch.set_rng_state(tensors["random.cpu"])
         if step.device.type == "cuda" and "random.device" in tensors:
@@ -181,7 +181,7 @@ def _with_numbers(schedule: dict[str, Any]) -> dict[str, Any]:
     return {
         key: Counter({int(k): v for k, v in value.items()})
         if key == "milestones" and isinstance(value, dict)
-        else [_with_numbers(one) for one in value]
+        else [_with_numbers(inner) for inner in value]
         if key == "_schedulers"  # of SequentialLR and ChainedScheduler
         else value
         for key, value in schedule.items()
@@ -209,11 +209,11 @@ def read_newest(run: RunDir, module: str) -> State | None:
     for cut, folder in cut_folders(run).items():
         if (folder / f"{module}.json").exists():
             states.append((cut, read, folder / module))
-    own = run.snapshot(module).with_suffix("")
+    stem = run.snapshot(module).with_suffix("")
     problem: CheckpointError | None = None
     if run.snapshot(module).exists():
         try:
-            states.append((_snapshot_document(own)["cut"], _read_snapshot, own))
+            states.append((_snapshot_document(stem)["cut"], _read_snapshot, stem))
         except CheckpointError as error:
             problem = error
             log.warning("%s; an older state is used", error)
@@ -380,11 +380,13 @@ class CheckpointWriter:
 
 
 def _optimizers(step: ModuleStep) -> dict[str, torch.optim.Optimizer]:
-    own = dict(step.optimization.optimizers)
+    optimizers = dict(step.optimization.optimizers)
     for name, layer in step.layers.named_modules():
         if isinstance(layer, Recurrent):
-            own |= {f"layers.{name}.{key}": one for key, one in layer.optimizers().items()}
-    return own if step.interface is None else own | step.interface.optimizers()
+            optimizers |= {
+                f"layers.{name}.{key}": optimizer for key, optimizer in layer.optimizers().items()
+            }
+    return optimizers if step.interface is None else optimizers | step.interface.optimizers()
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from dni_runtime.core.replication import Message, Shared
+from dni_runtime.core.replication import ReplicaMessage, SharedWeights
 from dni_runtime.link import Marker
 from dni_runtime.worker.exchange import Exchange, sync_at
 from dni_runtime.worker.group import Group
@@ -21,12 +21,12 @@ from dni_runtime.worker.signals import StopRequest
 class Collective(Exchange):
     """A replica's part in the sharing of a process group."""
 
-    def __init__(self, shared: Shared, group: Group, stop: StopRequest) -> None:
+    def __init__(self, shared: SharedWeights, group: Group, stop: StopRequest) -> None:
         super().__init__(shared, inputs=[], done=0, gone=lambda name: False)
         self._group, self._stop = group, stop
         self._thread = ThreadPoolExecutor(1, "replicas")
         self._formed = self._thread.submit(group.form)
-        self._mean: Future[Message] | None = None
+        self._mean: Future[ReplicaMessage] | None = None
 
     def begin(self, marker: Marker) -> None:
         offer = self._shared.offer(sync_at(marker))

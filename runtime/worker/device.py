@@ -30,7 +30,7 @@ def choose_device(spec: WorkerSpec) -> torch.device:
     return torch.device("cuda", index)
 
 
-class Fetched:
+class HostCopy:
     """A tensor on its way to host memory."""
 
     def __init__(
@@ -75,16 +75,16 @@ class Copies:
         there.record_stream(computing)
         return there
 
-    def to_host(self, tensor: Tensor) -> Fetched:
+    def to_host(self, tensor: Tensor) -> HostCopy:
         """Start to copy a tensor to the host when the device has computed it."""
         if self._in is None:
-            return Fetched(tensor)
+            return HostCopy(tensor)
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             host.copy_(tensor, non_blocking=True)
             done = self._event(self._out)
-        return Fetched(host, done, tensor)
+        return HostCopy(host, done, tensor)
 
     def pace(self) -> None:
         """Sleep until the device has done the work queued before the last call."""

@@ -9,8 +9,8 @@ from torch import Tensor
 from dni_runtime.core.finite import all_finite_or_masks, finite
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import DataError, DivergedError
-from dni_runtime.run.documents.reports import Diverged
-from dni_runtime.worker.device import Copies, Fetched
+from dni_runtime.run.documents.reports import DivergedValue
+from dni_runtime.worker.device import Copies, HostCopy
 from dni_runtime.worker.metrics import MetricsWriter
 
 DATA = "the data"
@@ -32,7 +32,7 @@ class Divergence:
         self._policy = step.spec.on_nan
         self.skips = self._policy == "skip"  # batches that are not finite are skipped
         self._times = 0
-        self._loss: tuple[int, Fetched] | None = None
+        self._loss: tuple[int, HostCopy] | None = None
         self._look_at_s = 0.0
 
     def may_use(self, id: int, what: str, tensor: Tensor) -> bool:
@@ -79,7 +79,7 @@ class Divergence:
         """
         self._times += 1
         if self._times & (self._times - 1) == 0:  # 1, 2, 4, 8, …: these become events
-            self._metrics.diverged = Diverged(batch=id, what=what, times=self._times)
+            self._metrics.diverged = DivergedValue(batch=id, what=what, times=self._times)
         if not mended and (self._policy == "stop" or (lasting and self.skips)):
             if what == DATA:
                 raise DataError(

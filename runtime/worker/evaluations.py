@@ -6,7 +6,7 @@ import logging
 
 from torch import Tensor
 
-from dni_runtime.core.evaluation import Evaluation
+from dni_runtime.core.evaluation import EvaluationSums
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.link import Marker
 from dni_runtime.run.documents.shares import Share
@@ -31,9 +31,9 @@ class Evaluations:
         self._step = step
         self._metrics = metrics
         self._ledger = ledger
-        self._current: Evaluation | None = None
+        self._current: EvaluationSums | None = None
         if (sums := ledger.progress.counts.evaluation) is not None:
-            self._current = Evaluation.of(step)
+            self._current = EvaluationSums.of(step)
             self._current.merge(sums)
         spec = step.spec
         self._shares: Shares | None = None
@@ -50,7 +50,7 @@ class Evaluations:
         if p_BP is None:
             return
         if self._current is None:
-            self._current = Evaluation.of(self._step)
+            self._current = EvaluationSums.of(self._step)
         self._current.add(p_BP, y_BY)
         self._ledger.keep_evaluation(self._current.to_dict())
 
@@ -71,11 +71,11 @@ class Evaluations:
         others = shares.others(marker.id)
         if others is None:
             return False
-        for sums in [one.sums for one in others if one.sums is not None]:
-            self._current = self._current or Evaluation.of(self._step)
+        for sums in [share.sums for share in others if share.sums is not None]:
+            self._current = self._current or EvaluationSums.of(self._step)
             self._current.merge(sums)
             self._ledger.keep_evaluation(self._current.to_dict())
-        self._steps = sum(one.step for one in others)
+        self._steps = sum(share.step for share in others)
         return True
 
     def end(self, epoch: int, *, test: bool) -> bool:

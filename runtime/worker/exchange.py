@@ -1,8 +1,9 @@
 """Sharing of what they have learnt among the replicas of a module, over links of their own.
 
-At a marker each replica sends its offer (:class:`~dni_runtime.core.replication.Message`) to the
-first one as a batch, a word a sample, under the marker's id, and gets the answer as the gradient of
-that batch. So offers and answers are encrypted, checked and sent again like all that modules send.
+At a marker each replica sends its offer (:class:`~dni_runtime.core.replication.ReplicaMessage`) to
+the first one as a batch, a word a sample, under the marker's id, and gets the answer as the
+gradient of that batch. So offers and answers are encrypted, checked and sent again like all that
+modules send.
 
 A replica that is restarted sends the offer of a marker again. If the answer is lost to it for good
 (DRAINED), it goes on with its own weights until the next marker.
@@ -19,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dni_runtime.core.replication import Message, Shared, Sync
+from dni_runtime.core.replication import ReplicaMessage, SharedWeights, Sync
 from dni_runtime.errors import WireError
 from dni_runtime.link import Batch, Gradient, InputLink, LinkCounters, Marker, OutputLink
 from dni_runtime.spec import EdgeSpec, TensorSpec, WorkerSpec
@@ -74,7 +75,7 @@ class Exchange:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: SharedWeights,
         *,
         inputs: list[InputLink],  # the first replica's, from the others
         done: int,  # markers up to this id are behind the replica
@@ -85,7 +86,7 @@ class Exchange:
         self.output: OutputLink | None = None
         self.sent = 0  # bytes of all offers and answers
         self._shared = shared
-        self._offers: list[dict[int, Message | None]] = [{} for _ in inputs]
+        self._offers: list[dict[int, ReplicaMessage | None]] = [{} for _ in inputs]
         self._done = done
         self._gone = gone
         self._at: Sync | None = None
@@ -116,7 +117,7 @@ class Exchange:
         if self.output is not None and self.output.drained < marker.id and self.output.room:
             self._send(self.output, marker, self._shared.offer(self._at, whole=self._lost))
 
-    def _send(self, output: OutputLink, marker: Marker, offer: Message) -> None:
+    def _send(self, output: OutputLink, marker: Marker, offer: ReplicaMessage) -> None:
         words = self._counted(offer)
         label = words.new_empty((len(words), 0), dtype=torch.uint8)
         output.send_batch(marker.id, marker.epoch, Mode.TRAIN, words, label)
@@ -154,13 +155,13 @@ class Exchange:
         at = self._at
         if at is None or not self._all_sent(at):
             return False
-        own = {
+        current = {
             link: offers.get(at.id) for link, offers in zip(self.inputs, self._offers, strict=True)
         }
         for offers in self._offers:
             for id in [id for id in offers if id <= at.id]:
                 del offers[id]
-        read = {link: offer for link, offer in own.items() if offer is not None}
+        read = {link: offer for link, offer in current.items() if offer is not None}
         for link, answer in self._shared.agree(at, read).items():
             link.send_gradient(at.id, self._counted(answer), ack=at.id)
         for link in self.inputs:
@@ -171,7 +172,7 @@ class Exchange:
         """Whether all other replicas have sent an offer, or never will."""
         return all(link.received >= at.id or self._gone(link.source) for link in self.inputs)
 
-    def _read(self, link: InputLink | OutputLink, words: Tensor) -> Message | None:
+    def _read(self, link: InputLink | OutputLink, words: Tensor) -> ReplicaMessage | None:
         """Return the message of some words; None, and counted, if there is none in them."""
         try:
             return self._shared.read(words)
@@ -179,7 +180,7 @@ class Exchange:
             link.refuse(error)
             return None
 
-    def _counted(self, message: Message) -> Tensor:
+    def _counted(self, message: ReplicaMessage) -> Tensor:
         words = message.words()
         self.sent += words.nbytes
         return words

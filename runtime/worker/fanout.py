@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dni_runtime.core.sums import GradientSum
-from dni_runtime.link import Batch, Drained, Event, Gradient, LinkCounters, OutputLink
+from dni_runtime.link import Batch, Drain, Event, Gradient, LinkCounters, OutputLink
 from dni_runtime.wire import Mark
 
 
@@ -23,8 +23,8 @@ class Fanout:
     """
 
     def __init__(self, outputs: Sequence[Sequence[OutputLink]]) -> None:
-        self.links = tuple(link for own in outputs for link in own)
-        self._teaching = [own for own in outputs if own[0].teaches]
+        self.links = tuple(link for links in outputs for link in links)
+        self._teaching = [links for links in outputs if links[0].teaches]
         self._sums = GradientSum(len(self._teaching))
         self._drained = 0
 
@@ -64,9 +64,9 @@ class Fanout:
         """Id up to which no more gradients will come, as some module downstream has lost them."""
         return max(map(self._drained_of, self._teaching))
 
-    def _drained_of(self, own: Sequence[OutputLink]) -> int:
+    def _drained_of(self, links: Sequence[OutputLink]) -> int:
         """Return the id up to which no more gradients will come from one of the modules."""
-        return min(link.drained for link in own)
+        return min(link.drained for link in links)
 
     @property
     def first(self) -> int:
@@ -111,13 +111,13 @@ class Fanout:
         """Return what has come from downstream; see :meth:`OutputLink.receive`."""
         if len(self.links) == 1:
             return self.links[0].receive()
-        come = [[event for link in own for event in link.receive()] for own in self._teaching]
+        come = [[event for link in links for event in link.receive()] for links in self._teaching]
         events: list[Event] = [
             event
             for link in self.links
             if not link.teaches
             for event in link.receive()
-            if not isinstance(event, Drained)
+            if not isinstance(event, Drain)
         ]
         incomplete: set[int] = set()
         for place, some in enumerate(come):  # all gradients before any DRAINED
@@ -127,21 +127,21 @@ class Fanout:
                     incomplete.add(event.id)
                     if total is not None:
                         events.append(Gradient(event.id, total))
-                elif not isinstance(event, Drained):
+                elif not isinstance(event, Drain):
                     events.append(event)
-        if incomplete or any(isinstance(event, Drained) for some in come for event in some):
+        if incomplete or any(isinstance(event, Drain) for some in come for event in some):
             events += self._given_up()
         return events
 
     def _given_up(self) -> list[Event]:
         """Return up to which ids no gradients will be complete any more."""
-        drained = [self._drained_of(own) for own in self._teaching]
+        drained = [self._drained_of(links) for links in self._teaching]
         lost = [self._sums.lacks(place, until) for place, until in enumerate(drained)]
         until = max(min(drained), *(id or 0 for id in lost))
         if until <= self._drained:
             return []
         self._drained = until
-        return [Drained(until)]
+        return [Drain(until)]
 
     def close(self) -> None:
         """Close all links."""

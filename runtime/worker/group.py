@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from dni_runtime.core.replication import Message, Shared
+from dni_runtime.core.replication import ReplicaMessage, SharedWeights
 from dni_runtime.core.replication.hooks import hook_of
 from dni_runtime.errors import UnavailableError, WorkerError
 from dni_runtime.files import write_atomic
@@ -78,7 +78,7 @@ class Group:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: SharedWeights,
         spec: WorkerSpec,
         run: RunDir,
         *,
@@ -131,7 +131,7 @@ class Group:
                 timeout=_TIMEOUT,
             )
 
-    def mean(self, offer: Message) -> Message:
+    def mean(self, offer: ReplicaMessage) -> ReplicaMessage:
         """Return the mean of all replicas' offers, with the sum of their weights."""
         row, weight = offer.row, 0.0 if offer.row is None else offer.weight
         counts = [weight, float(row is not None), float(offer.asks)]
@@ -140,7 +140,7 @@ class Group:
             self._sum_up(sums)
             total, rows, asks = sums.tolist()
             if not rows:
-                return Message(asks=asks > 0)
+                return ReplicaMessage(asks=asks > 0)
             if row is None:
                 row = torch.zeros(self._shared.size, device=self._device)
             else:
@@ -152,7 +152,7 @@ class Group:
             self._sum_up(row[split:])
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-        return Message(row, total, asks=asks > 0)
+        return ReplicaMessage(row, total, asks=asks > 0)
 
     def part(self, deadline_s: float) -> None:
         """Wait until all others are done with the group, too."""

@@ -133,8 +133,8 @@ class SyntheticInputs:
 
     def __init__(self, step: ModuleStep) -> None:
         spec = step.spec
-        (given,) = spec.inputs
-        self._model = InputModel(given, spec.label, spec.classes).to(step.device)
+        (sample,) = spec.inputs
+        self._model = InputModel(sample, spec.label, spec.classes).to(step.device)
         self._labels: deque[Tensor] = deque(maxlen=LABELS_KEPT)
         self._like: Tensor | None = None
         self._random = random.Random(spec.seed)

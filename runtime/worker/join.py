@@ -26,7 +26,7 @@ class Join:
 
     def __init__(self, inputs: Sequence[Sequence[InputLink]]) -> None:
         self._inputs = tuple(inputs)
-        self.links = tuple(link for own in inputs for link in own)
+        self.links = tuple(link for links in inputs for link in links)
         self._queues: list[deque[Batch | Marker]] = [deque() for _ in self.links]
         self._passed = 0
         self._last = 0
@@ -35,11 +35,11 @@ class Join:
     @property
     def received(self) -> int:
         """The highest id up to which some input has accepted all that it can still get."""
-        return max(min(link.received for link in own if link.connected) for own in self._inputs)
+        return max(min(link.received for link in links if link.connected) for links in self._inputs)
 
     def of(self, id: int) -> list[InputLink]:
         """Return the links that a batch comes on, in the order of the module's inputs."""
-        return [next(link for link in own if link.carries(id)) for own in self._inputs]
+        return [next(link for link in links if link.carries(id)) for links in self._inputs]
 
     @property
     def counters(self) -> LinkCounters:
@@ -132,9 +132,11 @@ class Join:
 
     def finish(self, deadline_s: float) -> None:
         """Wait until all modules upstream have received the last acknowledgements."""
-        end_s, left = time.monotonic() + deadline_s, list(self.links)
-        slice_s = deadline_s / 10 if len(left) > 1 else deadline_s
-        while left := [link for link in left if not link.finish(slice_s)]:  # each gets its turn
+        end_s, pending = time.monotonic() + deadline_s, list(self.links)
+        slice_s = deadline_s / 10 if len(pending) > 1 else deadline_s
+        while pending := [
+            link for link in pending if not link.finish(slice_s)
+        ]:  # each gets its turn
             if time.monotonic() >= end_s:
                 return
 

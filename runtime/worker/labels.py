@@ -59,14 +59,15 @@ class Labels:
         if ours == theirs:
             return
         counts = self._source.info
-        for name, found, wanted in (
+        for name, count, expected in (
             ("training", counts.train_samples, theirs.train),
             ("evaluation", counts.eval_samples, theirs.evaluation),
             ("test", counts.test_samples, theirs.test),
         ):
-            if (found or 0) != wanted:
+            if (count or 0) != expected:
                 raise DataError(
-                    f"the head uses {wanted} {name} samples, but there are labels of {found or 0}",
+                    f"the head uses {expected} {name} samples, but there are labels of "
+                    f"{count or 0}",
                     hint="both need the same samples in the same order, and the same limits",
                 )
         raise DataError(

@@ -45,17 +45,17 @@ class Counts:
         try:
             with opened(path) as file:
                 document = json.loads(file.read(RECORD_BYTES))
-            known = {one.name for one in fields(cls)}
-            found = cls(**{k: v for k, v in document.items() if k in known})
-            if found.evaluation is not None and _FILE in found.evaluation:
-                found.evaluation = peek_json(path.with_name(found.evaluation[_FILE])) or None
-            return found
+            known = {item.name for item in fields(cls)}
+            counts = cls(**{k: v for k, v in document.items() if k in known})
+            if counts.evaluation is not None and _FILE in counts.evaluation:
+                counts.evaluation = peek_json(path.with_name(counts.evaluation[_FILE])) or None
+            return counts
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             return None
 
 
 @dataclass
-class Progress:
+class ModuleProgress:
     """How far a module is; only its ledger changes it.
 
     A module that was restarted alone repeats what is counted: it is behind its counts for a while.
@@ -80,7 +80,7 @@ class Progress:
 class Ledger:
     """The owner of a module's progress, and the writer of its record."""
 
-    def __init__(self, path: Path, progress: Progress, attempt: int = 1) -> None:
+    def __init__(self, path: Path, progress: ModuleProgress, attempt: int = 1) -> None:
         self.progress = progress
         progress.counts.attempt = attempt
         self._path = path
@@ -93,11 +93,11 @@ class Ledger:
             )
 
     @classmethod
-    def reopen(cls, path: Path, progress: Progress, attempt: int = 1) -> Self:
+    def reopen(cls, path: Path, progress: ModuleProgress, attempt: int = 1) -> Self:
         """Continue the record of an earlier attempt, if it is newer than the checkpoint's."""
-        found = Counts.read(path)
-        if found is not None and found.id >= progress.counts.id:
-            progress.counts = found
+        counts = Counts.read(path)
+        if counts is not None and counts.id >= progress.counts.id:
+            progress.counts = counts
         return cls(path, progress, attempt)
 
     def new(self, id: int) -> bool:

@@ -25,21 +25,21 @@ from dni_runtime.run.documents.metrics import (
     EpochLine,
     Evaluation,
     EvaluationLine,
-    Measured,
     MetricsLine,
     StartLine,
+    TrainingFigures,
     TrainLine,
     figures_of,
 )
-from dni_runtime.run.documents.reports import Diverged, Report, WorkerPhase
+from dni_runtime.run.documents.reports import DivergedValue, Report, WorkerPhase
 from dni_runtime.run.documents.state import process_birth
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
-from dni_runtime.worker.device import Copies, Fetched
+from dni_runtime.worker.device import Copies, HostCopy
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
-from dni_runtime.worker.ledger import Progress
+from dni_runtime.worker.ledger import ModuleProgress
 from dni_runtime.worker.metrics_file import MetricsFile
 from dni_runtime.worker.report import ReportWriter
 
@@ -51,7 +51,7 @@ INTERVAL_S = 1.0
 SAMPLE_S = 0.25
 """Seconds between measurements that cost passes over activations."""
 
-COUNTERS = tuple(one.name for one in figures_of(Measured) if one.kind == "counter")
+COUNTERS = tuple(figure.name for figure in figures_of(TrainingFigures) if figure.kind == "counter")
 
 
 def link_figures(
@@ -84,7 +84,9 @@ class MetricsWriter:
     began: float = field(default_factory=time.time)  # Unix time of the program's start
     # Unix time at which the module had its state and its address
     loaded_at: float = field(init=False)
-    progress: Progress = field(default_factory=Progress)  # its ledger's, as soon as there is one
+    progress: ModuleProgress = field(
+        default_factory=ModuleProgress
+    )  # its ledger's, as soon as there is one
     # by reason: data (the head's source), input, window, gradient, replicas
     waiting_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     state: WorkerPhase = "starting"
@@ -92,7 +94,7 @@ class MetricsWriter:
     doing: str = "start"
     error: str | None = None  # that ended it
     warning: str | None = None  # the newest problem that did not end it
-    diverged: Diverged | None = None  # what was not finite; see worker/divergence.py
+    diverged: DivergedValue | None = None  # what was not finite; see worker/divergence.py
     # bytes that it has saved while it saves its state, else None
     saving: Callable[[], int | None] = lambda: None
     report: ReportWriter = field(init=False)
@@ -345,7 +347,7 @@ class _Means(NamedTuple):
     """Those values of a line that a device may still be computing."""
 
     names: tuple[str, ...]
-    fetched: Fetched
+    fetched: HostCopy
 
     @classmethod
     def of(cls, means: dict[str, Tensor | None], copies: Copies) -> Self | None:

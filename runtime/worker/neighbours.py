@@ -188,7 +188,7 @@ class Neighbours:
         if now_s - self._updated_s > _SUPERVISED_S:
             return False
         coming = {name for name, module in state.modules.items() if module.state in COMING}
-        return neighbour in coming and any(state.modules[one].restarts for one in coming)
+        return neighbour in coming and any(state.modules[name].restarts for name in coming)
 
     def _find(self, target: str) -> tuple[str | None, bytes | None]:
         """Return the address and the key of a module downstream, as far as they are known."""
@@ -215,7 +215,7 @@ def publish(
         module=spec.module,
         address=address,
         further=dict(list(addresses.items())[1:]),
-        public_key=keys.own.public.decode() if encrypted(spec.links, address) else None,
+        public_key=keys.pair.public.decode() if encrypted(spec.links, address) else None,
         attempt=attempt,
         pid=os.getpid(),
         host=socket.gethostname(),

@@ -48,23 +48,23 @@ def load_spec(start: WorkerStart, image: Path = IMAGE_SPEC) -> WorkerSpec:
     """Read the module's spec: the image's own, checked against the run's if there is one."""
     if start.spec is not None:
         return _at_present(_read_spec(Path(start.spec)), start)
-    own = _read_spec(image) if image.is_file() else None
-    module = start.module or (own.module if own is not None else None)
+    built = _read_spec(image) if image.is_file() else None
+    module = start.module or (built.module if built is not None else None)
     if module is None:
         raise UsageError("no module is named", hint="name one with --module")
     path = RunDir(Path(start.run)).spec(module)
     if not path.is_file():
-        if own is None:
+        if built is None:
             raise UsageError(
                 f"there is no spec of module {module!r} in {str(path)!r}",
                 hint="start the chain with 'dnictl up', or name the spec with --spec",
             )
-        wanted = own
+        expected = built
     else:
-        wanted = _read_spec(path)
-    if own is not None:
-        _check_image(own, wanted, start)
-    return _at_present(wanted, start)
+        expected = _read_spec(path)
+    if built is not None:
+        _check_image(built, expected, start)
+    return _at_present(expected, start)
 
 
 def _at_present(spec: WorkerSpec, start: WorkerStart) -> WorkerSpec:
@@ -72,26 +72,26 @@ def _at_present(spec: WorkerSpec, start: WorkerStart) -> WorkerSpec:
     return with_replicas(spec, start.replicas or spec.elastic)
 
 
-def _check_image(own: WorkerSpec, wanted: WorkerSpec, start: WorkerStart) -> None:
+def _check_image(built: WorkerSpec, expected: WorkerSpec, start: WorkerStart) -> None:
     """Refuse an image of another chain; by rank it may be another module's of the same chain.
 
     All images of a chain have the same packages and sources.
     """
-    if start.by_rank and module_of(wanted.module) != own.module:
+    if start.by_rank and module_of(expected.module) != built.module:
         run = RunDir(Path(start.run))
-        of_image = (run.spec(own.module), run.spec(worker_name(own.module, 1, 2)))
+        of_image = (run.spec(built.module), run.spec(worker_name(built.module, 1, 2)))
         path = next((path for path in of_image if path.is_file()), None)
         if path is None:
             raise ImageError(
-                f"the image is of module {own.module!r}, which the run's chain lacks",
+                f"the image is of module {built.module!r}, which the run's chain lacks",
                 hint="use the images of this chain; 'dnictl mpi' prints the command",
             )
-        wanted = _read_spec(path)
-    expected = wanted.trained or wanted.hash
-    if own.hash != expected:
+        expected = _read_spec(path)
+    of_run = expected.trained or expected.hash
+    if built.hash != of_run:
         raise ImageError(
-            f"the image is of another spec of module {own.module!r} (image {own.hash[:12]}, "
-            f"run {expected[:12]})",
+            f"the image is of another spec of module {built.module!r} (image {built.hash[:12]}, "
+            f"run {of_run[:12]})",
             hint="rebuild the images with 'dnictl build'",
         )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from dni_runtime.core.replication import Message
+from dni_runtime.core.replication import ReplicaMessage
 from dni_runtime.link import Batch, Gradient, InputLink, Marker, OutputLink
 from dni_runtime.worker.exchange import Exchange, sync_at
 
@@ -89,5 +89,5 @@ class Pushes(Exchange):
         self._done, self._at = at.id, None
 
     def _answer(self, link: InputLink, id: int) -> None:
-        link.send_gradient(id, self._counted(Message(self._shared.row())), ack=id)
+        link.send_gradient(id, self._counted(ReplicaMessage(self._shared.row())), ack=id)
         link.send_drained(id)

@@ -63,19 +63,19 @@ def worker_of_rank(environ: Mapping[str, str], workers: Sequence[str]) -> str:
     return workers[rank]
 
 
-def start_of(spec: WorkerSpec, given: int | None) -> int:
+def start_of(spec: WorkerSpec, number: int | None) -> int:
     """Return which start of the whole chain this is: what ``--start`` says.
 
     Replicas of the head and of the tail agree by files, in which lines of earlier starts are left,
     and so do those that form a process group: they need it.
     """
     agrees = spec.head is not None or spec.tail is not None or spec.backend is not None
-    if given is None and spec.replicas > 1 and agrees:
+    if number is None and spec.replicas > 1 and agrees:
         raise UsageError(
             f"--by-rank: {spec.module!r} must know which start of the chain this is",
             hint="add --start $(date +%s) to the command of all ranks",
         )
-    return given or 0
+    return number or 0
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -102,10 +102,10 @@ def wait_for_others(run: RunDir, workers: Sequence[str], within_s: float) -> Non
     stopped worker exits. ``within_s`` is extended while one makes progress with its checkpoint.
     """
     until_s, saved = time.monotonic() + within_s, None
-    while left := [
-        one for one in map(Report.read, map(run.worker, workers)) if one.state not in ENDED
+    while active := [
+        report for report in map(Report.read, map(run.worker, workers)) if report.state not in ENDED
     ]:
-        saving = [one.saving for one in left if one.saving is not None]
+        saving = [report.saving for report in active if report.saving is not None]
         if saving and saving != saved:
             saved, until_s = saving, time.monotonic() + _SAVES * within_s
         if time.monotonic() >= until_s:

@@ -29,7 +29,7 @@ from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.named import module_of, number_of
 from dni_runtime.spec.replicas import replicas_of
 from dni_runtime.worker import checkpoint
-from dni_runtime.worker.ledger import Counts, Ledger, Progress
+from dni_runtime.worker.ledger import Counts, Ledger, ModuleProgress
 from dni_runtime.worker.stream import Position
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Start:
 
 
 def begin(
-    wanted: str,
+    choice: str,
     spec: WorkerSpec,
     run: RunDir,
     step: ModuleStep,
@@ -69,7 +69,7 @@ def begin(
     or a cut's number. ``first`` is the attempt that was to start there, with the whole chain; if
     that or a later one has started, this one resumes from its ``own`` state.
     """
-    counted, since = Counts.read(run.ledger(spec.module)), wanted
+    counted, since = Counts.read(run.ledger(spec.module)), choice
     until_s = time.monotonic() + _LAG_S
     while first is not None and first < attempt and (counted is None or counted.attempt < first):
         if time.monotonic() > until_s:  # the attempt before has not begun
@@ -78,12 +78,12 @@ def begin(
         counted = Counts.read(run.ledger(spec.module))
     # this attempt's number may have been used by a supervisor that could not record it
     if first is not None and counted is not None and first <= counted.attempt <= attempt > first:
-        wanted = OWN
-    again, began = wanted == OWN, int(since) if since.isdecimal() else 0
+        choice = OWN
+    again, began = choice == OWN, int(since) if since.isdecimal() else 0
     state = checkpoint.read_newest(run, spec.module) if again else None
     if not again or (began and (state is None or state[1]["cut"] <= began)):
         state = _at_cut(since, run, spec, chain)
-    start, progress = Start(again=again), Progress()
+    start, progress = Start(again=again), ModuleProgress()
     if state is None and spec.initial:
         step.load_initial(run.initial(module_of(spec.module)))
     if state is not None:
@@ -100,7 +100,7 @@ def begin(
         ledger = Ledger.reopen(run.ledger(spec.module), progress, attempt)
         step.optimization.count(progress.step - at_cut)
         return start, ledger
-    if wanted != AUTO:  # else the neighbours may have found another cut
+    if choice != AUTO:  # else the neighbours may have found another cut
         forget_later(run, spec, start)
     return start, Ledger(run.ledger(spec.module), progress, attempt)
 
@@ -121,7 +121,7 @@ def forget_later(run: RunDir, spec: WorkerSpec, start: Start) -> None:
 
 
 def document(
-    progress: Progress,
+    progress: ModuleProgress,
     *,
     over: bool,
     position: Position | None = None,
@@ -149,13 +149,13 @@ def document(
 
 
 def _at_cut(
-    wanted: str, run: RunDir, spec: WorkerSpec, chain: list[str]
+    choice: str, run: RunDir, spec: WorkerSpec, chain: list[str]
 ) -> checkpoint.State | None:
     """Return the state to start with at a cut of the whole chain; None: there is none."""
-    if wanted == "none":
+    if choice == "none":
         return None
-    if wanted != AUTO:
-        cut = int(wanted)
+    if choice != AUTO:
+        cut = int(choice)
     else:
         cut, damaged = newest_cut(run, chain)
         for problem in damaged:
@@ -168,9 +168,9 @@ def _at_cut(
     tensors, document = checkpoint.read(run.checkpoint(cut, source))
     if source != spec.module:
         tensors, document = _as_own(spec, tensors, document)
-    left_out = [one for one in took_part if number_of(one) > spec.replicas]
-    for one in left_out if spec.replica == 1 else ():
-        _take_over(tensors, document, *checkpoint.read(run.checkpoint(cut, one)))
+    left_out = [name for name in took_part if number_of(name) > spec.replicas]
+    for name in left_out if spec.replica == 1 else ():
+        _take_over(tensors, document, *checkpoint.read(run.checkpoint(cut, name)))
     return tensors, document
 
 
@@ -185,10 +185,10 @@ def _take_over(
         tensors[name] = tensors[name] + others[name] if name in tensors else others[name]
     for key in ("step", "samples", "gathered"):
         document[key] += other[key]
-    own, its = document["counted"], other["counted"]
-    if its["epoch"] == own["epoch"]:
-        own["batches"] += its["batches"]
-    elif its["epoch"] > own["epoch"]:  # the first one has had no batch of it yet
+    ours, its = document["counted"], other["counted"]
+    if its["epoch"] == ours["epoch"]:
+        ours["batches"] += its["batches"]
+    elif its["epoch"] > ours["epoch"]:  # the first one has had no batch of it yet
         document["counted"] = its
 
 
@@ -208,7 +208,7 @@ def _as_own(
     return tensors | {"random.cpu": torch.get_rng_state()}, document
 
 
-def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Progress]:
+def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, ModuleProgress]:
     """Return where a module with this state's document starts, and its progress there.
 
     ``again``: only this module starts there. ``since`` is the cut that the whole chain started at:
@@ -232,7 +232,7 @@ def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Pr
             epoch=counted["epoch"],
             epoch_batches=counted["batches"],
         )
-        progress = Progress(counts, cut, state["epoch"], state["epochs_ended"])
+        progress = ModuleProgress(counts, cut, state["epoch"], state["epochs_ended"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"the checkpoint is incomplete: {error!r}") from None
     return start, progress

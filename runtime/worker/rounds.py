@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from dni_runtime.errors import DataError
-from dni_runtime.run.documents.requests import Requested
+from dni_runtime.run.documents.requests import MarkRequest
 from dni_runtime.run.lines import LineReader
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
@@ -42,7 +42,7 @@ class Insertion:
     samples: tuple[int | None, ...] = ()
 
     @classmethod
-    def of(cls, line: Requested) -> Self:
+    def of(cls, line: MarkRequest) -> Self:
         """Return what a line of a file says."""
         return cls(line.id, Mark(line.mark), line.ends, line.samples)
 
@@ -85,8 +85,8 @@ class Rounds:
     @property
     def called(self) -> bool:
         """Whether a replica wants something in the present round."""
-        found = self._of(self.passed).values()
-        return any(one.mark & ~Mark.END or one.ends for one in found)
+        lines = self._of(self.passed).values()
+        return any(line.mark & ~Mark.END or line.ends for line in lines)
 
     @property
     def agreed(self) -> Insertion | None:
@@ -95,29 +95,33 @@ class Rounds:
 
     def _of(self, number: int) -> dict[str, Insertion]:
         """Return the lines of a round."""
-        return {name: own[number] for name, own in self._lines.items() if number in own}
+        return {name: lines[number] for name, lines in self._lines.items() if number in lines}
 
     def _result(self, number: int) -> Insertion | None:
         lines = self._of(number)
         if lines.keys() != self._lines.keys():
             return None
-        mark, found = NOTHING, lines.values()
-        for one in found:
-            mark |= one.mark
-        return Insertion(max(one.id for one in found), mark, any(one.ends for one in found))
+        mark, insertions = NOTHING, lines.values()
+        for insertion in insertions:
+            mark |= insertion.mark
+        return Insertion(
+            max(insertion.id for insertion in insertions),
+            mark,
+            any(insertion.ends for insertion in insertions),
+        )
 
     def holds(self, id: int) -> bool:
         """Whether an id must not be used before the present round is complete."""
         joined = self.joined
         return joined is not None and id >= joined.id and self.agreed is None
 
-    def join(self, wanted: Insertion) -> None:
+    def join(self, insertion: Insertion) -> None:
         """Write this replica's line of the present round.
 
         If that fails, a replica tries again when it looks. A head that is alone goes on: a full
         disk is no reason to stop training.
         """
-        self._written, self._newest = self.passed, wanted
+        self._written, self._newest = self.passed, insertion
         self._last = max(self._last, self.passed)
         self._write()
 
@@ -128,33 +132,33 @@ class Rounds:
             self._write()
 
     def _write(self) -> None:
-        wanted, number = self._newest, self._written
-        line = Requested(
+        insertion, number = self._newest, self._written
+        line = MarkRequest(
             begun=self._begun,
             round=number,
-            id=wanted.id,
-            mark=int(wanted.mark),
-            ends=wanted.ends,
-            samples=wanted.samples,
+            id=insertion.id,
+            mark=int(insertion.mark),
+            ends=insertion.ends,
+            samples=insertion.samples,
         )
         try:
             line.append(self._paths[self._own])
         except OSError as error:
             log.warning("a restarted head will not do at %d what was requested: %s", line.id, error)
         if self.alone:
-            self._lines[self._own][number] = wanted
+            self._lines[self._own][number] = insertion
         else:
             self._read()
 
     def _read(self) -> None:
         for name, path in self._paths.items():
             with contextlib.suppress(OSError):
-                for line in LineReader(path, Requested.parse).new():
+                for line in LineReader(path, MarkRequest.parse).new():
                     if line.begun == self._begun:
                         self._lines[name].setdefault(line.round, Insertion.of(line))
                         self._last = max(self._last, line.round)
-        for name, own in self._lines.items():
-            if (said := own.get(_SAMPLES)) and said.samples != self._samples:
+        for name, lines in self._lines.items():
+            if (said := lines.get(_SAMPLES)) and said.samples != self._samples:
                 raise DataError(
                     f"{self._own!r} has {[*self._samples]} samples for training, evaluation and "
                     f"test, but {name!r} has {[*said.samples]}",

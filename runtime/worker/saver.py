@@ -7,7 +7,7 @@ import time
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.worker.checkpoint import CheckpointWriter, State, snapshot
 from dni_runtime.worker.head import Head
-from dni_runtime.worker.ledger import Progress
+from dni_runtime.worker.ledger import ModuleProgress
 from dni_runtime.worker.resume import document
 
 SNAPSHOT_SHARE = 0.02
@@ -23,7 +23,7 @@ class StateSaver:
         writer: CheckpointWriter,
         *,
         cut: int,  # where the module started
-        progress: Progress,
+        progress: ModuleProgress,
         head: Head | None,  # None for other modules
     ) -> None:
         self._step = step
@@ -38,9 +38,9 @@ class StateSaver:
 
         ``over``: the stream ends there.
         """
-        tensors, own = self._state(over=over)
-        own = own if finite else own | {"finite": False}
-        self._writer.write(cut, tensors, own)
+        tensors, contents = self._state(over=over)
+        contents = contents if finite else contents | {"finite": False}
+        self._writer.write(cut, tensors, contents)
 
     def snapshot(self) -> None:
         """Save the module's own state for its restart, if that is due, cheap and finite."""
@@ -59,8 +59,10 @@ class StateSaver:
         return self._writer.failure is None
 
     def _state(self, *, over: bool) -> State:
-        tensors, own = snapshot(self._step)
+        tensors, contents = snapshot(self._step)
         position = again = None
         if self._head is not None:
             position, again = self._head.position, self._head.oldest()
-        return tensors, own | document(self._progress, over=over, position=position, again=again)
+        return tensors, contents | document(
+            self._progress, over=over, position=position, again=again
+        )

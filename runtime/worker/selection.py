@@ -24,12 +24,14 @@ class Selection:
         self._run = run
         self._role = role
         # A module that is restarted alone may start at a snapshot, which is not a checkpoint.
-        self._cut = max((one for one in written_cuts(run, [module]) if one <= cut), default=cut)
+        self._cut = max(
+            (position for position in written_cuts(run, [module]) if position <= cut), default=cut
+        )
         self._best = Best(metric=role.metric)
-        found = Best.load(run.best)
-        if found is not None and found.metric == role.metric:
-            best = self._best if found.cut is None or found.cut > cut else found
-            worse = tuple(one for one in found.worse if one <= cut)
+        stored = Best.load(run.best)
+        if stored is not None and stored.metric == role.metric:
+            best = self._best if stored.cut is None or stored.cut > cut else stored
+            worse = tuple(position for position in stored.worse if position <= cut)
             self._best = best.model_copy(update={"worse": worse})
 
     def checkpoint(self, cut: int) -> None:

@@ -19,11 +19,11 @@ import zmq
 from torch import Tensor
 
 from dni_runtime.core.step import Gradients, ModuleStep
-from dni_runtime.link import Batch, Drained, Gradient, Marker
+from dni_runtime.link import Batch, Drain, Gradient, Marker
 from dni_runtime.run.cuts import document_file
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter
-from dni_runtime.worker.device import Copies, Fetched
+from dni_runtime.worker.device import Copies, HostCopy
 from dni_runtime.worker.divergence import DATA, Divergence
 from dni_runtime.worker.evaluations import Evaluations
 from dni_runtime.worker.exchange import Exchange
@@ -101,7 +101,7 @@ class ModuleServer:
         self._metrics = metrics
         self._stop = stop
         self._copies = Copies(step.device)
-        self._answers: deque[tuple[int, int, Fetched]] = deque()
+        self._answers: deque[tuple[int, int, HostCopy]] = deque()
         self._input = input
         self._labels = labels
         self._output = output
@@ -259,7 +259,7 @@ class ModuleServer:
         for _ in range(self._ledger.end_epochs(epoch)):
             self._step.optimization.end_epoch()
 
-    def _send_on(self, batch: Batch, h: Fetched) -> bool:
+    def _send_on(self, batch: Batch, h: HostCopy) -> bool:
         """Send an activation on; return whether it may be learnt from."""
         output = self._output
         if output is None:
@@ -314,7 +314,7 @@ class ModuleServer:
                 fine = self._divergence.may_learn(event.id, event.g)
                 g_BH = self._copies.to_device(event.g) if fine else None
                 self._answer(event.id, self._step.late_gradient(event.id, g_BH))
-            elif isinstance(event, Drained):
+            elif isinstance(event, Drain):
                 if self._stage is Stage.DRAINING and event.id >= self._held_marker.id:
                     self._give_up()
                 elif self._step.waiting:

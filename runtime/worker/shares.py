@@ -56,11 +56,11 @@ class Shares:
                     for share in reader.new():
                         if share.begun == self._begun and share.id >= id:
                             self._found.setdefault(share.id, {})[name] = share
-        found = self._found.get(id, {})
-        if found.keys() != self._readers.keys():
+        shares = self._found.get(id, {})
+        if shares.keys() != self._readers.keys():
             return None
-        self._found = {one: own for one, own in self._found.items() if one > id}
-        return list(found.values())
+        self._found = {at: parts for at, parts in self._found.items() if at > id}
+        return list(shares.values())
 
     def _due(self) -> bool:
         now_s = time.monotonic()

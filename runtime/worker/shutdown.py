@@ -65,8 +65,8 @@ class Shutdown:
         When all modules are told to stop, they do not stop at a checkpoint that was already on its
         way: some have passed it.
         """
-        wanted = Mark.CHECKPOINT in mark and (self._stop.alone or Mark.ASKED in mark)
-        return self.asked and wanted
+        here = Mark.CHECKPOINT in mark and (self._stop.alone or Mark.ASKED in mark)
+        return self.asked and here
 
     def _ask(self, input: Join) -> None:
         age_s = self._stop.age_s

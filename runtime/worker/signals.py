@@ -78,9 +78,9 @@ class StopRequest:
         """
 
         def look() -> None:
-            wanted = Control.read(path).of(attempt).wanted
-            if wanted != "run":
-                self.stop(alone=wanted == "restart")
+            order = Control.read(path).of(attempt).order
+            if order != "run":
+                self.stop(alone=order == "restart")
 
         look()
         return repeating("control", LOOK_S, look)

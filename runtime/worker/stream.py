@@ -233,8 +233,8 @@ def _train(
 
 def _left(source: DataSource, role: HeadRole, at: Position) -> int:
     """Return the number of this epoch's remaining training batches."""
-    left = max(source.train_batch_count - at.batch, 0)
-    return left if role.steps is None else min(left, max(role.steps - at.step, 0))
+    remaining = max(source.train_batch_count - at.batch, 0)
+    return remaining if role.steps is None else min(remaining, max(role.steps - at.step, 0))
 
 
 def _next(at: Position, last: bool) -> Position:

@@ -27,7 +27,7 @@ from dni_runtime.plan.prepare import importing_from, prepare
 from dni_runtime.plan.splitting import split_chain
 from dni_runtime.spec import Choice, DataSpec
 from dni_runtime.split.network import network_of, planning
-from dni_runtime.split.plan import Plan, Request
+from dni_runtime.split.plan import Plan, SplitRequest
 
 SAMPLES = 32
 NETWORKS = ("resnet18", "resnet50", "vit", "u-net", "gpt2", "bert")
@@ -48,10 +48,10 @@ def look(name: str, modules: Sequence[int]) -> tuple[list[str], list[str]]:
         info = describe(DataSpec.model_validate(settings["data"]), base)
         spec, network = network_of("networks.zoo:build", info, **given)
         loss = Choice(name=settings["loss"])
-        with planning(spec, network, info, Request(batch_size=SAMPLES, loss=loss)) as plan:
+        with planning(spec, network, info, SplitRequest(batch_size=SAMPLES, loss=loss)) as plan:
             count = len(plan.costs.segments)
             for number in modules:
-                plan.wanted = Request(modules=number, batch_size=SAMPLES, loss=loss)
+                plan.wanted = SplitRequest(modules=number, batch_size=SAMPLES, loss=loss)
                 found = plan.best()
                 even = [round(count * k / number) for k in range(1, number)]
                 best = min(
@@ -63,7 +63,7 @@ def look(name: str, modules: Sequence[int]) -> tuple[list[str], list[str]]:
                     f"{slowest(plan, even)[0] / ours:.2f} |",
                     flush=True,
                 )
-            plan.wanted = Request(modules=2, batch_size=SAMPLES, loss=loss)
+            plan.wanted = SplitRequest(modules=2, batch_size=SAMPLES, loss=loss)
             places = [plan.best(), [round(count / 2)]]
             ends = [plan.costs.segments[end - 1].end for (end,) in places]
     return tuple([end.name] for end in ends if end is not None)  # type: ignore[return-value]

@@ -23,7 +23,7 @@ from dni_runtime.network.source import NetworkSpec, build_network
 from dni_runtime.network.tracing import trace
 from dni_runtime.spec import DataInfo, TensorSpec
 from dni_runtime.split.network import take_apart
-from dni_runtime.split.plan import Request
+from dni_runtime.split.plan import SplitRequest
 
 NAMES = (
     *(f"torchvision:{name}" for name in (
@@ -66,7 +66,7 @@ def attempt(name: str) -> str:
         traced = time.monotonic() - began
         cuts = {cut.position for cut in program.cuts.values() if cut.reason is None}
         parts = take_apart(
-            spec, build_network(spec), info, Request(modules=4, batch_size=2, repeats=1)
+            spec, build_network(spec), info, SplitRequest(modules=4, batch_size=2, repeats=1)
         )
     except DniError as error:
         return f"FAILS: {str(error).splitlines()[0]}"

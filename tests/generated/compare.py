@@ -26,7 +26,7 @@ from dni_runtime.core.chain import LocalChain
 from dni_runtime.errors import DniError
 from dni_runtime.network.tracing import trace
 from dni_runtime.plan.create import create_run
-from dni_runtime.plan.prepare import Prepared, importing_from
+from dni_runtime.plan.prepare import CheckedChain, importing_from
 from dni_runtime.run.record import Record
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.replicas import workers_of
@@ -290,7 +290,7 @@ class OneProcess(LocalChain):
 
 
 def trained_chain(
-    case: Case, nets: ModuleType, prepared: Prepared, folder: Path
+    case: Case, nets: ModuleType, prepared: CheckedChain, folder: Path
 ) -> tuple[Trained, Layout]:
     """Train a chain in one process, each module with all that its worker would have of it."""
     root = folder / f"run-{random.random()}"

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from dni_runtime.core.losses import ChainLoss
-from dni_runtime.core.replication import Shared
+from dni_runtime.core.replication import SharedWeights
 from dni_runtime.network import piece
 from dni_runtime.network.piece import Piece
 
@@ -29,13 +29,13 @@ def parts_by_samples() -> Any:
 
 def buffers_once() -> Any:
     """Replicas share the buffers that there were at the beginning, replaced or not."""
-    real = Shared._tensors.fget  # type: ignore[attr-defined]  # a property
+    real = SharedWeights._tensors.fget  # type: ignore[attr-defined]  # a property
 
-    def first(self: Shared) -> list[Tensor]:
+    def first(self: SharedWeights) -> list[Tensor]:
         found: list[Tensor] = self.__dict__.setdefault("first", real(self))
         return found
 
-    return _replaced(Shared, "_tensors", property(first))
+    return _replaced(SharedWeights, "_tensors", property(first))
 
 
 def network_trains() -> Any:

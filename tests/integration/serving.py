@@ -13,7 +13,7 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.checkpoint import CheckpointWriter
-from dni_runtime.worker.ledger import Ledger, Progress
+from dni_runtime.worker.ledger import Ledger, ModuleProgress
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.server import ModuleServer
@@ -63,7 +63,7 @@ def worker_of(
     step: ModuleStep | None = None,
 ) -> Iterator[Worker]:
     """Make a worker, and close its files; by default it begins with the run."""
-    start, ledger = begun or (Start(), Ledger(run.ledger(spec.module), Progress()))
+    start, ledger = begun or (Start(), Ledger(run.ledger(spec.module), ModuleProgress()))
     with (
         closing(StopRequest()) as stop,
         closing(ledger),

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.wire import Mark
 from dni_runtime.worker import metrics, server
-from dni_runtime.worker.device import Copies, Fetched
+from dni_runtime.worker.device import Copies, HostCopy
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.stream import Item, Position
 from tests.integration.test_counted_work import Served, specs, stream
@@ -31,7 +31,7 @@ BATCHES = 12
 COPY_S = 0.004
 
 
-class LateFetched(Fetched):
+class LateFetched(HostCopy):
     """There only after a while."""
 
     def __init__(self, host: Tensor) -> None:
@@ -74,7 +74,7 @@ class Reading(TorchDispatchMode):
 
 
 class LateCopies(Copies):
-    def to_host(self, tensor: Tensor) -> Fetched:
+    def to_host(self, tensor: Tensor) -> HostCopy:
         return LateFetched(tensor)
 
 

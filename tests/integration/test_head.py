@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from dni_runtime.link import Batch, Marker, OutputLink
-from dni_runtime.run.documents.requests import Requested
+from dni_runtime.run.documents.requests import MarkRequest
 from dni_runtime.run.lines import LineReader
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.wire import Mark
 from dni_runtime.worker.head import Head
-from dni_runtime.worker.ledger import Counts, Ledger, Progress
+from dni_runtime.worker.ledger import Counts, Ledger, ModuleProgress
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.stream import Item, Position
@@ -44,7 +44,7 @@ def head(
 ) -> Head:
     """A head whose stream is nothing but batches."""
     if ledger is None:
-        ledger = Ledger(run.ledger("stem"), Progress())
+        ledger = Ledger(run.ledger("stem"), ModuleProgress())
         ledger.close()
     first = start.position.batch + 1
     stream = (Item(1, at(n), x=X, y_BY=Y) for n in range(first, 100))
@@ -62,8 +62,8 @@ def test_a_marker_that_is_asked_for_comes_next(run: RunDir, make_spec: MakeSpec)
     batch = made.next()
     assert isinstance(batch, Batch)
     assert (batch.id, made.position) == (3, at(2))
-    (written,) = LineReader(run.marks("stem"), Requested.parse).new()
-    assert written == Requested(id=2, mark=int(Mark.CHECKPOINT | Mark.STOP))
+    (written,) = LineReader(run.marks("stem"), MarkRequest.parse).new()
+    assert written == MarkRequest(id=2, mark=int(Mark.CHECKPOINT | Mark.STOP))
 
 
 def test_a_marker_that_cannot_be_noted_travels(
@@ -79,8 +79,8 @@ def test_a_marker_that_cannot_be_noted_travels(
 def test_a_restarted_head_repeats_its_stream(run: RunDir, make_spec: MakeSpec) -> None:
     """What it is asked for waits until ids come that nobody has had."""
     start = Start(cut=3, again=True, first_id=3, position=at(2))
-    Requested(id=4, mark=int(Mark.CHECKPOINT)).append(run.marks("stem"))
-    with closing(Ledger(run.ledger("stem"), Progress(Counts(id=5)))) as ledger:
+    MarkRequest(id=4, mark=int(Mark.CHECKPOINT)).append(run.marks("stem"))
+    with closing(Ledger(run.ledger("stem"), ModuleProgress(Counts(id=5)))) as ledger:
         made = head(run, make_spec, None, start, ledger)
         made.want(Mark.STOP)
         given = []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dni_runtime.link import Drained, Marker, answers, handshake, output, receiver, sender
+from dni_runtime.link import Drain, Marker, answers, handshake, output, receiver, sender
 from dni_runtime.supervise import pool, stall, supervisor
 from dni_runtime.wire import Mark
 from dni_runtime.worker import (
@@ -198,7 +198,7 @@ def half_sums() -> Any:
         if until <= self._drained:
             return []
         self._drained = until
-        return [Drained(until)]
+        return [Drain(until)]
 
     return replaced((fanout.Fanout, "_given_up", given_up), (server.ModuleServer, "_sleep", sleep))
 

@@ -9,7 +9,7 @@ import pytest
 
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.plan import LaunchPlan
-from dni_runtime.plan.prepare import Prepared
+from dni_runtime.plan.prepare import CheckedChain
 from dni_runtime.plan.settings import Site, StartRequest, StartSettings, make_plan
 from dni_runtime.run.record import Record
 from dni_runtime.spec import (
@@ -103,7 +103,7 @@ def workers() -> tuple[WorkerSpec, ...]:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> Prepared:
+def prepared(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> CheckedChain:
     """A checked chain with one source file, whose chain file is real."""
     folder = tmp_path / "project"
     folder.mkdir()
@@ -114,11 +114,11 @@ def prepared(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) 
     info = DataInfo(
         sample=workers[0].inputs[0], label=workers[0].label, classes=8, train_samples=1000
     )
-    return Prepared(path, chain, chain, info, None, workers, {"pkg/layers.py": source}, {})
+    return CheckedChain(path, chain, chain, info, None, workers, {"pkg/layers.py": source}, {})
 
 
 @pytest.fixture
-def record(tmp_path: Path, prepared: Prepared) -> Record:
+def record(tmp_path: Path, prepared: CheckedChain) -> Record:
     """The record of a fresh run."""
     root = tmp_path / "runs" / "small-1"
     create_run(root, prepared, backend="process")

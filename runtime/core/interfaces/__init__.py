@@ -9,9 +9,9 @@ from dni_runtime.core.interfaces.base import (
     GradientInterface,
     Keep,
     LateSignal,
+    Needs,
     Signal,
     Timing,
-    Wanted,
     build_part,
 )
 from dni_runtime.core.interfaces.delayed import Delayed, Exact, Untrained
@@ -37,10 +37,10 @@ __all__ = [
     "GradientInterface",
     "Keep",
     "LateSignal",
-    "Resolved",
+    "Needs",
+    "ResolvedInterface",
     "Signal",
     "Timing",
-    "Wanted",
     "build_interface",
     "default_interface",
     "resolve_interface",
@@ -54,20 +54,20 @@ def default_interface(attends: bool, *, labelled: bool = True) -> Choice:
     return Choice(name="delayed", args={"max_late": 1, "predict": True})
 
 
-class Resolved(NamedTuple):
+class ResolvedInterface(NamedTuple):
     """A gradient interface's choice, checked."""
 
     choice: Choice  # with all options
-    wanted: Wanted
+    needs: Needs
     timing: Timing
 
 
-def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
+def resolve_interface(choice: Choice, location: Location = ()) -> ResolvedInterface:
     """Fill in an interface's options."""
     cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
     options = parse_options(cls.Options, choice, location)
     full = Choice(name=choice.name, args=options.model_dump(mode="json"))
-    return Resolved(full, cls.wants(options), cls.timing)
+    return ResolvedInterface(full, cls.needs(options), cls.timing)
 
 
 def build_interface(

@@ -100,7 +100,7 @@ class Timing(Enum):
     CORRECTED = True, True
     """By its own error signal, and by the difference of the true gradient when that comes."""
     DEFERRED = False, True
-    """When the true gradient comes; ``Wanted.max_late`` says whether to wait for it."""
+    """When the true gradient comes; ``Needs.max_late`` says whether to wait for it."""
 
     def __init__(self, signals: bool, applies: bool) -> None:
         self.signals = signals
@@ -112,7 +112,7 @@ Keep = Literal["graph", "input", "weights"]
 """What is kept of a forward pass until its true gradient comes; see ``dni_runtime.core.passes``."""
 
 
-class Wanted(NamedTuple):
+class Needs(NamedTuple):
     """What an interface needs: gradients from downstream, and labels.
 
     Attributes:
@@ -158,9 +158,9 @@ class GradientInterface(nn.Module):
         super().__init__()
 
     @classmethod
-    def wants(cls, options: Any) -> Wanted:
+    def needs(cls, options: Any) -> Needs:
         """Return what it needs; the module downstream computes and sends no other gradients."""
-        return Wanted(1)
+        return Needs(1)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         """Return the error signal for an activation, at once.
@@ -199,10 +199,12 @@ class GradientInterface(nn.Module):
         return {}
 
 
-Made = TypeVar("Made", bound=GradientInterface)
+Interface = TypeVar("Interface", bound=GradientInterface)
 
 
-def build_part(cls: type[Made], boundary: Boundary, options: Frozen, *location: str | int) -> Made:
+def build_part(
+    cls: type[Interface], boundary: Boundary, options: Frozen, *location: str | int
+) -> Interface:
     """Make an interface, or a part of another one: ``location`` is where its options are.
 
     Raises:

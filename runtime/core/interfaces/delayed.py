@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Keep, Timing, Wanted
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Keep, Needs, Timing
 from dni_runtime.spec.named import Frozen
 
 MICRO_BATCHES = Field(default=1, ge=1, le=4096)
@@ -32,8 +32,8 @@ class Exact(GradientInterface):
     timing = Timing.DEFERRED
 
     @classmethod
-    def wants(cls, options: ExactOptions) -> Wanted:
-        return Wanted(1, micro_batches=options.micro_batches, max_late=0, labels=False)
+    def needs(cls, options: ExactOptions) -> Needs:
+        return Needs(1, micro_batches=options.micro_batches, max_late=0, labels=False)
 
 
 class DelayedOptions(Frozen):
@@ -77,8 +77,8 @@ class Delayed(GradientInterface):
         self.store = options.store
 
     @classmethod
-    def wants(cls, options: DelayedOptions) -> Wanted:
-        return Wanted(
+    def needs(cls, options: DelayedOptions) -> Needs:
+        return Needs(
             1, micro_batches=options.micro_batches, max_late=options.max_late, labels=False
         )
 
@@ -94,5 +94,5 @@ class Untrained(GradientInterface):
     timing = Timing.NEVER
 
     @classmethod
-    def wants(cls, options: Any) -> Wanted:
-        return Wanted(0, labels=False)
+    def needs(cls, options: Any) -> Needs:
+        return Needs(0, labels=False)

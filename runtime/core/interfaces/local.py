@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dni_runtime.core.finite import finite
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Signal, Wanted
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Needs, Signal
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.pooling import Grid
 from dni_runtime.core.synthesizers.networks import BatchNorm
@@ -185,18 +185,20 @@ class Local(GradientInterface):
             boundary.activation, boundary.prediction, options, self.loss.class_axis
         )
         trained = list(self.head.parameters())
-        own = options.optimizer
+        optimizer = options.optimizer
         try:
-            self._optimizer = build_optimizer(own or boundary.optimizer, trained, ("optimizer",))
+            self._optimizer = build_optimizer(
+                optimizer or boundary.optimizer, trained, ("optimizer",)
+            )
         except SpecError as error:
             hint = "the early head uses the module's optimizer unless 'optimizer' names one for it"
             raise SpecError(
-                error.message, location=error.location, hint=error.hint if own else hint
+                error.message, location=error.location, hint=error.hint if optimizer else hint
             ) from None
 
     @classmethod
-    def wants(cls, options: LocalOptions) -> Wanted:
-        return Wanted(0)
+    def needs(cls, options: LocalOptions) -> Needs:
+        return Needs(0)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         h_BH = h_BH.detach().requires_grad_()

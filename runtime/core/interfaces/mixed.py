@@ -17,9 +17,9 @@ from dni_runtime.core.interfaces.base import (
     Boundary,
     GradientInterface,
     LateSignal,
+    Needs,
     Signal,
     Timing,
-    Wanted,
     build_part,
 )
 from dni_runtime.core.interfaces.local import Local, LocalOptions
@@ -56,8 +56,8 @@ class Mixed(GradientInterface):
         self.store = self.synthetic.store
 
     @classmethod
-    def wants(cls, options: MixedOptions) -> Wanted:
-        return Synthetic.wants(options.synthetic)._replace(labels=True)
+    def needs(cls, options: MixedOptions) -> Needs:
+        return Synthetic.needs(options.synthetic)._replace(labels=True)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         predicted = self.synthetic.signal(h_BH, y_BY)
@@ -104,8 +104,8 @@ class Corrected(GradientInterface):
         self.store = options.store
 
     @classmethod
-    def wants(cls, options: CorrectedOptions) -> Wanted:
-        return Wanted(1)
+    def needs(cls, options: CorrectedOptions) -> Needs:
+        return Needs(1)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         local = self.local.signal(h_BH, y_BY)

@@ -14,8 +14,8 @@ from dni_runtime.core.interfaces.base import (
     Boundary,
     GradientInterface,
     LateSignal,
+    Needs,
     Signal,
-    Wanted,
 )
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.synthesizers import build_synthesizer
@@ -65,8 +65,8 @@ class Synthetic(GradientInterface):
         )
 
     @classmethod
-    def wants(cls, options: SyntheticOptions) -> Wanted:
-        return Wanted(
+    def needs(cls, options: SyntheticOptions) -> Needs:
+        return Needs(
             options.learn_every, bootstrapped=options.bootstrapped, labels=options.conditioned
         )
 

@@ -11,15 +11,15 @@ from dni_runtime.core.replication.compression import (
     Compression,
     build_compression,
 )
-from dni_runtime.core.replication.shared import Message, Shared
+from dni_runtime.core.replication.shared import ReplicaMessage, SharedWeights
 from dni_runtime.core.replication.strategies import STRATEGIES, build_strategy, find_strategy
 
 __all__ = [
     "COMPRESSIONS",
     "STRATEGIES",
     "Compression",
-    "Message",
-    "Shared",
+    "ReplicaMessage",
+    "SharedWeights",
     "Strategy",
     "Sync",
     "build_compression",

@@ -174,8 +174,8 @@ class PowerSgd(Compression):
                 self.register_buffer(f"q{place}", torch.randn(n, self._rank, generator=draw))
 
     def words(self, place: int) -> int:
-        found = self._matrices.get(place)
-        return self.sizes[place] if found is None else sum(found) * self._rank
+        shape = self._matrices.get(place)
+        return self.sizes[place] if shape is None else sum(shape) * self._rank
 
     def compress(self, place: int, x_N: Tensor) -> Tensor:
         if place not in self._matrices:
@@ -221,11 +221,11 @@ class Differences(nn.Module):
 
         With ``feedback``, what is left out is added to the next one.
         """
-        wanted = row - base + self.error
-        words = self.compression.pack(wanted)
+        target = row - base + self.error
+        words = self.compression.pack(target)
         sent = self.compression.unpack(words)
         if feedback:
-            self.error = wanted - sent
+            self.error = target - sent
         return words, base + sent
 
     def whole(self, row: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ ROW, PACKED, ASKS, WAITS = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
-class Message:
+class ReplicaMessage:
     """What a replica offers, or the answer: as 32-bit words (docs/wire.md, "Replicas")."""
 
     row: Tensor | None = None  # float32
@@ -59,7 +59,7 @@ class Message:
         return torch.cat(parts)
 
     @classmethod
-    def read(cls, words: Tensor, size: int, compression: Compression | None) -> Message:
+    def read(cls, words: Tensor, size: int, compression: Compression | None) -> ReplicaMessage:
         """Return the message of some words; raises ``WireError`` if there is none in them."""
         if len(words) < HEADER_WORDS:
             raise WireError("body", f"a message of {len(words)} words")
@@ -88,7 +88,7 @@ class Message:
         return cls(row, weight, packed, tag, bool(flags & ASKS), bool(flags & WAITS))
 
 
-class Shared:
+class SharedWeights:
     """What the replicas of a module share: one row of numbers, trained parameters first.
 
     That is all state of the layers, the gradient interface and the weights' average but integers;
@@ -103,12 +103,12 @@ class Shared:
         optimization: Optimization,
     ) -> None:
         self._module, self._optimization = module, optimization
-        modules = [one for one in (module.layers, interface) if one is not None]
-        self._trained = [p for one in modules for p in one.parameters() if p.requires_grad]
+        modules = [part for part in (module.layers, interface) if part is not None]
+        self._trained = [p for part in modules for p in part.parameters() if p.requires_grad]
         self._shapes = [real(p.detach()).shape for p in self._trained]
         self._learnt = sum(shape.numel() for shape in self._shapes)
         self._device = torch.device("cpu") if module.spec.backend is None else module.device
-        self.size = sum(one.numel() for one in self._tensors)  # of the row
+        self.size = sum(tensor.numel() for tensor in self._tensors)  # of the row
         self.begin()
         longest = self._learnt
         if self.differences is not None:
@@ -119,12 +119,16 @@ class Shared:
     @property
     def _tensors(self) -> list[Tensor]:
         """The tensors that are there now: a layer may have replaced its buffers."""
-        known, found = {id(p) for p in self._trained}, list[Tensor](self._trained)
-        for one in (layer for part in self._module.parts() for layer in part.modules()):
-            for tensor in (*one._parameters.values(), *one._buffers.values()):
+        known, tensors = {id(p) for p in self._trained}, list[Tensor](self._trained)
+        for layer in (layer for part in self._module.parts() for layer in part.modules()):
+            for tensor in (*layer._parameters.values(), *layer._buffers.values()):
                 if tensor is not None and id(tensor) not in known:
-                    found.append(tensor)
-        return [real(one.detach()) for one in found if one.is_floating_point() or one.is_complex()]
+                    tensors.append(tensor)
+        return [
+            real(tensor.detach())
+            for tensor in tensors
+            if tensor.is_floating_point() or tensor.is_complex()
+        ]
 
     def begin(self) -> None:
         """Begin with the module's weights as they are now."""
@@ -147,7 +151,7 @@ class Shared:
 
     def row(self) -> Tensor:
         """Return a copy of the tensors, float32, ``[R]``; on the CPU, but for a process group."""
-        parts = [one.to(self._device, torch.float32).flatten() for one in self._tensors]
+        parts = [tensor.to(self._device, torch.float32).flatten() for tensor in self._tensors]
         row = torch.cat([torch.zeros(0, device=self._device), *parts])  # there may be none
         if len(row) != self.size:
             raise SpecError(
@@ -163,18 +167,22 @@ class Shared:
         ends, most = accumulate(shape.numel() for shape in self._shapes), self.strategy.gradients
         return [shape for shape, end in zip(self._shapes, ends, strict=True) if end <= most]
 
-    def read(self, words: Tensor) -> Message:
+    def read(self, words: Tensor) -> ReplicaMessage:
         """Return another replica's message; raises ``WireError`` if it is not one."""
         compression = None if self.differences is None else self.differences.compression
-        return Message.read(words, self.size, compression)
+        return ReplicaMessage.read(words, self.size, compression)
 
-    def offer(self, sync: Sync, *, whole: bool = False) -> Message:
+    def offer(self, sync: Sync, *, whole: bool = False) -> ReplicaMessage:
         """Return this replica's contribution at a point; ``whole``: not compressed."""
-        own, differences, weight = self.row(), self.differences, self.strategy.weight(self.samples)
-        offered_P = self.strategy.offer(own[: self._learnt], sync)
+        local, differences, weight = (
+            self.row(),
+            self.differences,
+            self.strategy.weight(self.samples),
+        )
+        offered_P = self.strategy.offer(local[: self._learnt], sync)
         tag = 0 if differences is None else differences.tag
         if offered_P is None:
-            return Message(tag=tag, asks=self.strategy.asks)
+            return ReplicaMessage(tag=tag, asks=self.strategy.asks)
         packed_P = None
         if differences is not None and self._module.spec.replica > 1:  # the first's goes nowhere
             if whole:
@@ -182,30 +190,30 @@ class Shared:
             else:
                 near_P, feedback = self.strategy.base(differences.base), self.strategy.feedback
                 packed_P, _ = differences.pack(offered_P, near_P, feedback=feedback)
-        row = torch.cat([offered_P, own[self._learnt :]])
+        row = torch.cat([offered_P, local[self._learnt :]])
         packed = None if packed_P is None else self._with_rest(packed_P, row)
         waits = sync.full and not self.strategy.waits
-        return Message(row, weight, packed, tag, waits=waits)
+        return ReplicaMessage(row, weight, packed, tag, waits=waits)
 
-    def agree(self, sync: Sync, offers: Mapping[Any, Message]) -> dict[Any, Message]:
+    def agree(self, sync: Sync, offers: Mapping[Any, ReplicaMessage]) -> dict[Any, ReplicaMessage]:
         """Make of all offers what all go on with, and take it; return the answer to each offer.
 
         This is for the first replica, which adds its own offer to those of the others.
         """
-        own, differences = self.offer(sync), self.differences
+        local, differences = self.offer(sync), self.differences
         if not self.strategy.common:
-            return self._pass_on(own, offers)
-        asks, rows = own.asks or any(one.asks for one in offers.values()), []
-        for one in (own, *offers.values()):
-            row = one.row
-            if row is not None and one.packed is not None and differences is not None:
+            return self._pass_on(local, offers)
+        asks, rows = local.asks or any(offer.asks for offer in offers.values()), []
+        for offer in (local, *offers.values()):
+            row = offer.row
+            if row is not None and offer.packed is not None and differences is not None:
                 near_P = self.strategy.base(differences.base)
-                row = self._moved(row, near_P) if one.tag == own.tag else None
+                row = self._moved(row, near_P) if offer.tag == local.tag else None
             if row is not None:
-                rows.append((row, one.weight))
+                rows.append((row, offer.weight))
         if not rows:
             self.strategy.asked = asks
-            return {who: Message(asks=asks) for who in offers}
+            return {who: ReplicaMessage(asks=asks) for who in offers}
         weights = [weight for _, weight in rows]
         agreed = self._agreed(mean_of([row for row, _ in rows], weights), moved=any(weights))
         packed = None
@@ -214,11 +222,11 @@ class Shared:
             packed_P, agreed_P = differences.pack(agreed_P, differences.base, feedback=feedback)
             agreed = torch.cat([agreed_P, agreed[self._learnt :]])
             packed = self._with_rest(packed_P, agreed)
-        whole, short = Message(agreed), Message(agreed, packed=packed, tag=own.tag)
+        whole, short = ReplicaMessage(agreed), ReplicaMessage(agreed, packed=packed, tag=local.tag)
         self._take(agreed)
-        return {who: short if one.tag == own.tag else whole for who, one in offers.items()}
+        return {who: short if offer.tag == local.tag else whole for who, offer in offers.items()}
 
-    def settle(self, mean: Message) -> None:
+    def settle(self, mean: ReplicaMessage) -> None:
         """Go on with what the strategy makes of a mean, as all others do, each by itself.
 
         The mean's weight is the sum of the weights of all offers.
@@ -226,7 +234,7 @@ class Shared:
         row = mean.row
         if row is not None:
             row = self._agreed(row, moved=mean.weight > 0)
-        self.take(Message(row, asks=mean.asks))
+        self.take(ReplicaMessage(row, asks=mean.asks))
 
     def _agreed(self, mean: Tensor, *, moved: bool) -> Tensor:
         """Return the row that all take; ``moved``: somebody has learnt something."""
@@ -236,16 +244,18 @@ class Shared:
         agreed_P = self.strategy.agree(mean[: self._learnt])
         return torch.cat([agreed_P, self.row()[self._learnt :]])
 
-    def _pass_on(self, own: Message, offers: Mapping[Any, Message]) -> dict[Any, Message]:
+    def _pass_on(
+        self, local: ReplicaMessage, offers: Mapping[Any, ReplicaMessage]
+    ) -> dict[Any, ReplicaMessage]:
         """Give each replica, the first one too, the row of another one."""
-        present = [own, *offers.values()]
+        present = [local, *offers.values()]
         if len(present) == 1:
             return {}
         by = self.strategy.other(len(present))
         rows = [present[(place + by) % len(present)].row for place in range(len(present))]
         if rows[0] is not None:
             self._take(rows[0])
-        return {who: Message(row) for who, row in zip(offers, rows[1:], strict=True)}
+        return {who: ReplicaMessage(row) for who, row in zip(offers, rows[1:], strict=True)}
 
     def apply_own(self) -> None:
         """Let the first replica's own progress count as the others' pushes, at each point."""
@@ -254,7 +264,7 @@ class Shared:
         self._put(strategy.with_own(self.row(), self._learnt, self._module.spec.replicas))
         self._optimization.changed()
 
-    def apply(self, offer: Message, replica: int, id: int) -> None:
+    def apply(self, offer: ReplicaMessage, replica: int, id: int) -> None:
         """Add another replica's push to the first one's weights, unless that was done before.
 
         ``replica`` counts the others from 0; ``id`` is the point.
@@ -267,7 +277,7 @@ class Shared:
             self._optimization.changed()
             strategy.applied_N[replica] = id
 
-    def take(self, answer: Message) -> None:
+    def take(self, answer: ReplicaMessage) -> None:
         """Take the first replica's answer."""
         self.strategy.asked = answer.asks
         row = answer.row
@@ -283,18 +293,20 @@ class Shared:
 
         def activation(row_P: Tensor) -> Tensor:
             # BatchNorm changes its statistics, which the backward pass still needs as they are.
-            given = {name: buffer.clone() for name, buffer in module.layers.named_buffers()}
+            tensors = {name: buffer.clone() for name, buffer in module.layers.named_buffers()}
             trained = {k: p for k, p in module.layers.named_parameters() if p.requires_grad}
-            given |= zip(trained, split_like(row_P, trained.values()), strict=True)
+            tensors |= zip(trained, split_like(row_P, trained.values()), strict=True)
             with torch.no_grad():
-                return module.activation(xs, lambda *xs: functional_call(module.layers, given, xs))
+                return module.activation(
+                    xs, lambda *xs: functional_call(module.layers, tensors, xs)
+                )
 
         return self.strategy.pull(h_BH, activation)
 
     def _take(self, agreed: Tensor) -> None:
-        own, agreed_P = self.row(), agreed[: self._learnt]
-        rest = (agreed if self.strategy.common else own)[self._learnt :]
-        self._put(torch.cat([self.strategy.take(own[: self._learnt], agreed_P), rest]))
+        local, agreed_P = self.row(), agreed[: self._learnt]
+        rest = (agreed if self.strategy.common else local)[self._learnt :]
+        self._put(torch.cat([self.strategy.take(local[: self._learnt], agreed_P), rest]))
         self.samples = 0
         self.strategy.asked = False
         self._optimization.changed()
@@ -313,17 +325,17 @@ class Shared:
     def _put(self, row: Tensor, first: int = 0) -> None:
         """Set the tensors to a row's numbers, from the ``first`` one on."""
         at = 0
-        for one in self._tensors:
+        for tensor in self._tensors:
             if at >= first:
-                one.copy_(row[at : at + one.numel()].view_as(one))
-            at += one.numel()
+                tensor.copy_(row[at : at + tensor.numel()].view_as(tensor))
+            at += tensor.numel()
 
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds of it, beside ``samples`` and ``strategy.asked``."""
-        found = {f"strategy.{k}": v for k, v in self.strategy.state_dict().items()}
+        tensors = {f"strategy.{k}": v for k, v in self.strategy.state_dict().items()}
         if self.differences is not None:
-            found |= {f"differences.{k}": v for k, v in self.differences.state_dict().items()}
-        return found
+            tensors |= {f"differences.{k}": v for k, v in self.differences.state_dict().items()}
+        return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Begin with the module's weights as they are now, and with what :meth:`state` returned.
@@ -332,6 +344,6 @@ class Shared:
         """
         self.begin()
         for name, part in (("strategy.", self.strategy), ("differences.", self.differences)):
-            own = {k.removeprefix(name): v for k, v in tensors.items() if k.startswith(name)}
-            if own and part is not None:  # a run without replicas has none
-                part.load_state_dict(own)
+            part_state = {k.removeprefix(name): v for k, v in tensors.items() if k.startswith(name)}
+            if part_state and part is not None:  # a run without replicas has none
+                part.load_state_dict(part_state)

@@ -55,17 +55,17 @@ class AllReduce(Strategy):
             for p in self._optimization.parameters
         ]
         self._optimization.clear()
-        return torch.cat([*(one / batches for one in gradients), own_P[self.gradients :]])
+        return torch.cat([*(gradient / batches for gradient in gradients), own_P[self.gradients :]])
 
     def agree(self, mean_P: Tensor) -> Tensor:
         parameters = self._optimization.parameters
         gradients = split_like(mean_P, parameters)
         for p, g, without in zip(parameters, gradients, self._without, strict=True):
-            left = without and self._decides and not g.any()
-            p.grad = None if left else g.clone()  # as in one process
+            untouched = without and self._decides and not g.any()
+            p.grad = None if untouched else g.clone()  # as in one process
         self._optimization.step()
-        own = [real(p.detach()).flatten().to(mean_P) for p in parameters]
-        return torch.cat([*own, mean_P[self.gradients :]])
+        weights = [real(p.detach()).flatten().to(mean_P) for p in parameters]
+        return torch.cat([*weights, mean_P[self.gradients :]])
 
     def take(self, own_P: Tensor, agreed_P: Tensor) -> Tensor:
         self._optimization.count(self._batches)
@@ -318,19 +318,19 @@ class ParameterServer(Strategy):
         self.pushed_P = own_P.clone()
         return progress_P
 
-    def with_own(self, own: Tensor, learnt: int, replicas: int) -> Tensor:
+    def with_own(self, row: Tensor, learnt: int, replicas: int) -> Tensor:
         """Return the server's row with its own progress counted as that of the others.
 
         The row begins with ``learnt`` trained parameters; the module has ``replicas``.
         """
-        self.pushed_P = torch.lerp(self.pushed_P, own[:learnt], self._factor(replicas))
-        return torch.cat([self.pushed_P, own[learnt:]])
+        self.pushed_P = torch.lerp(self.pushed_P, row[:learnt], self._factor(replicas))
+        return torch.cat([self.pushed_P, row[learnt:]])
 
-    def with_push(self, own: Tensor, push: Tensor, learnt: int, replicas: int) -> Tensor:
+    def with_push(self, row: Tensor, push: Tensor, learnt: int, replicas: int) -> Tensor:
         """Return the server's row after a push; both begin with ``learnt`` trained parameters."""
-        moved_P, kept = push[:learnt] * self._factor(replicas), own[learnt:]
+        moved_P, kept = push[:learnt] * self._factor(replicas), row[learnt:]
         self.pushed_P = self.pushed_P + moved_P
-        return torch.cat([own[:learnt] + moved_P, kept + (push[learnt:] - kept) / replicas])
+        return torch.cat([row[:learnt] + moved_P, kept + (push[learnt:] - kept) / replicas])
 
     def _factor(self, replicas: int) -> float:
         return float(self.options.scale or 1 / replicas)

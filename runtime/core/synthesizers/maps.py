@@ -110,11 +110,11 @@ class Critic(Synthesizer):
         shape = self.activation
         self.grid = Tokens(shape) if self.per_token else Grid(shape, options.grid)
         self.guess = nn.Linear(self.grid.features, classes)
-        self.own = cross_entropy(classes)
+        self.label_loss = cross_entropy(classes)
 
     def set_loss(self, loss: ChainLoss) -> None:
         super().set_loss(loss)
-        self.own = loss.on_scores(self.guess.out_features)
+        self.label_loss = loss.on_scores(self.guess.out_features)
 
     def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
         assert y_BY is not None
@@ -137,9 +137,9 @@ class Critic(Synthesizer):
         predicted = (d_NC @ (map_CF @ self.grid.respread(map_CF).mT) * d_NC).sum()
         size = (predicted.detach() + true).clamp_min(1e-30)
         error = (predicted - 2 * (d_NC * (pooled_NF @ map_CF.mT)).sum() + true) / size
-        return Lesson(None, error + self.label_weight * self.own(scores_NC, y_BY.flatten()))
+        return Lesson(None, error + self.label_weight * self.label_loss(scores_NC, y_BY.flatten()))
 
     def _difference(self, scores_NC: Tensor, y_BY: Tensor) -> Tensor:
         """Per-sample gradient of the classifier's loss at its guess: ``[N, classes]``."""
-        d_NC = self.own.difference(scores_NC, y_BY.flatten())
+        d_NC = self.label_loss.difference(scores_NC, y_BY.flatten())
         return d_NC if y_BY.dim() == 1 else d_NC * (len(y_BY) / y_BY.numel())

@@ -87,7 +87,7 @@ class StartLine(MetricsLine):
     )
 
 
-class Measured(Document):
+class TrainingFigures(Document):
     """What a worker measures while it trains, and ``status`` shows; None: not known."""
 
     batches_per_s: float | None = gauge("training rate", "1/s", tag="train/batches_per_s")
@@ -172,7 +172,7 @@ class Measured(Document):
     gaps: int | None = counter("ids never received: missed upstream, or lost with an attempt")
 
 
-class TrainLine(Measured, MetricsLine):
+class TrainLine(TrainingFigures, MetricsLine):
     """A worker has trained for a second or so."""
 
     kind: Literal["train"]

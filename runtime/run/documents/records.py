@@ -23,14 +23,14 @@ class Versions(Document):
     checkpoint: int = 0  # format of its checkpoints
 
 
-class Made(Document):
+class RunHeader(Document):
     """What is read first of ``run.json``, whatever version created the run."""
 
     format: int = FORMAT  # of the run directory
     versions: Versions = Versions()
 
 
-class RunRecord(Made):
+class RunRecord(RunHeader):
     """The content of ``run.json``."""
 
     name: str = Field(alias="run")
@@ -51,7 +51,7 @@ class RunRecord(Made):
     host: str = ""  # on which host
 
 
-class Planned(Document):
+class PlanHeader(Document):
     """What commands read of the launch plan, ``plan.json``, of this version or another one."""
 
     stop_grace_s: float = 30.0  # that workers have to stop

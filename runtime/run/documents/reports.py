@@ -18,12 +18,12 @@ WorkerPhase = Literal[
     "new", "starting", "connecting", "running", "stopping", "restarting",
     "finished", "stopped", "failed", "inactive",
 ]  # fmt: skip
-Wanted = Literal["run", "stop", "restart"]
+Order = Literal["run", "stop", "restart"]
 ENDED: frozenset[str] = frozenset({"finished", "stopped", "failed", "inactive"})
 """Phases of workers and runs that have ended; ``inactive``: a replica without a worker now."""
 
 
-class Diverged(Document):
+class DivergedValue(Document):
     """A value that was not finite (``worker/divergence.py``)."""
 
     batch: int  # its position in the stream
@@ -40,8 +40,8 @@ class _OfWorker(Document):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read the file as it is now; see the module's description."""
-        found = cls.peek(path)
-        return cls() if found is None else found
+        report = cls.peek(path)
+        return cls() if report is None else report
 
     def of(self, attempt: int) -> Self:
         """Return the document if it is of this attempt, else an empty one."""
@@ -73,7 +73,7 @@ class Report(_OfWorker):
     error: str | None = None  # that ended it
     exit_code: int | None = None  # that follows from the error
     warning: str | None = None  # newest problem that did not end it
-    diverged: Diverged | None = None  # the newest
+    diverged: DivergedValue | None = None  # the newest
 
 
 class Endpoint(_OfWorker):
@@ -93,7 +93,7 @@ class Control(_OfWorker):
 
     # ``stop``: exit after a checkpoint, as all modules do; ``restart``: do so while the others
     # continue.
-    wanted: Wanted = "run"
+    order: Order = "run"
 
     def write(self, path: Path, *, durable: bool = False) -> None:
         overwrite_json(path, self.model_dump())

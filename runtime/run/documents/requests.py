@@ -21,12 +21,12 @@ class Scale(Document):
     replicas: dict[str, PositiveInt] = Field(default_factory=dict)
     # Of other modules: as many as balance the chain.
     balanced: dict[str, PositiveInt] = Field(default_factory=dict)
-    # The most that are left since replicas were lost, until the run is started again or somebody
-    # asks for more.
-    left: dict[str, PositiveInt] = Field(default_factory=dict)
+    # Upper limits after replicas were lost. A restart of the run, or a request for more, lifts
+    # them.
+    limits: dict[str, PositiveInt] = Field(default_factory=dict)
 
 
-class Requested(Document):
+class MarkRequest(Document):
     """A line of ``ledger/HEAD.marks.jsonl``: what is to be put into the stream on request."""
 
     begun: int = 0  # which start of the whole chain it is of

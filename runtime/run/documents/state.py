@@ -67,8 +67,8 @@ class RunState:
     failed: str | None = None  # the module that failed first
     error: str | None = None  # what went wrong, or why the run has stalled
     modules: dict[str, ModuleState] = field(default_factory=dict)  # the workers, head first
-    # Replicas that are wanted of each module whose number of them may change.
-    wanted: dict[str, int] = field(default_factory=dict)
+    # How many replicas are asked for of each module whose number of them may change.
+    scale: dict[str, int] = field(default_factory=dict)
     restart_reason: str | None = None  # why all workers restart together once they have stopped
 
     @classmethod
@@ -91,7 +91,7 @@ class RunState:
     def taken_over(self) -> Self:
         """Return the state with this process as the supervisor of the running workers."""
         mine = self.begin(self.backend, self.attempt, self.modules)
-        kept = ("started", "modules", "wanted", "restart_reason")
+        kept = ("started", "modules", "scale", "restart_reason")
         return replace(mine, **{name: getattr(self, name) for name in kept})
 
     @property
@@ -151,7 +151,7 @@ class RunState:
         """Derive the phase of a run without a supervisor from the workers' reports."""
         going_on = False
         workers = peek_json(run.plan).get("workers", ())
-        planned = {one["module"]: one["attempt"] for one in workers}
+        planned = {worker["module"]: worker["attempt"] for worker in workers}
         for name, module in self.modules.items():
             if planned.get(name, 0) > module.attempt:  # it may have been started since
                 module.attempt, module.pid = planned[name], None
@@ -187,7 +187,7 @@ class RunState:
 
 
 def _known(cls: type, document: dict[str, Any]) -> dict[str, Any]:
-    names = {one.name for one in fields(cls)}
+    names = {item.name for item in fields(cls)}
     return {key: value for key, value in document.items() if key in names}
 
 

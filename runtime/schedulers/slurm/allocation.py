@@ -14,7 +14,7 @@ from dni_runtime.image.apptainer import Mount
 from dni_runtime.plan.host import infiniband_mounts
 from dni_runtime.plan.placement import link_kinds, needs_of
 from dni_runtime.plan.plan import LaunchPlan, WorkerPlan
-from dni_runtime.plan.prepare import Prepared, importing_from
+from dni_runtime.plan.prepare import CheckedChain, importing_from
 from dni_runtime.plan.settings import StartRequest, make_plan
 from dni_runtime.run.documents.records import JobRecord
 from dni_runtime.run.rundir import RunDir, socket_path
@@ -110,7 +110,7 @@ def own_allocation(run: str) -> Allocation:
     return allocation
 
 
-def job_here(root: Path, prepared: Prepared, log_level: str) -> JobRecord:
+def job_here(root: Path, prepared: CheckedChain, log_level: str) -> JobRecord:
     """Return the record of this allocation's job for a new run that is placed on its nodes."""
     allocation = allocation_here()
     if allocation is None:
@@ -124,21 +124,21 @@ def job_here(root: Path, prepared: Prepared, log_level: str) -> JobRecord:
 
 
 def request_here(
-    root: Path, prepared: Prepared, profile: ProfileSpec, allocation: Allocation
+    root: Path, prepared: CheckedChain, profile: ProfileSpec, allocation: Allocation
 ) -> JobRequest:
     """Return the job request of a chain on this allocation's nodes."""
     from dni_runtime.resolve.cost import estimated_costs  # torch
 
     with importing_from(prepared.base.absolute()):
         costs = estimated_costs(prepared.workers)
-    wanted = prepared.chain.placement
+    placement = prepared.chain.placement
     most = min(len(allocation.hosts), len(prepared.replicas))
     return make_request(
         root,
         prepared,
         profile,
         python=sys.executable,
-        nodes=most if wanted.nodes is None and wanted.strategy != "explicit" else None,
+        nodes=most if placement.nodes is None and placement.strategy != "explicit" else None,
         costs=costs,
     )
 

@@ -156,32 +156,32 @@ def job_infos(jobs: Sequence[str]) -> dict[str, JobInfo]:
     )  # fmt: skip
     if code != 0 and not _says_gone(err):
         raise _failed("squeue", err)
-    found = parse_jobs(out)
-    gone = [job for job in jobs if job not in found]
+    infos = parse_jobs(out)
+    gone = [job for job in jobs if job not in infos]
     if not gone:
-        return found
+        return infos
     try:
         code, out, _ = run_slurm(
             ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(gone)}",
              "--format=JobIDRaw,State,Reason,NodeList"]
         )  # fmt: skip
     except UnavailableError:
-        return found
-    return found | parse_jobs(out) if code == 0 else found
+        return infos
+    return infos | parse_jobs(out) if code == 0 else infos
 
 
 def parse_jobs(out: str) -> dict[str, JobInfo]:
     """Parse lines ``JOB|STATE|REASON|NODES`` of squeue or sacct; a job's last line counts."""
-    found = {}
+    infos = {}
     for line in out.splitlines():
         job, state, reason, nodes = (*line.strip().split("|"), "", "", "")[:4]
         if state:
-            found[job] = JobInfo(
+            infos[job] = JobInfo(
                 state.split()[0].rstrip("+"),  # "CANCELLED by 1000"
                 "" if reason == "None" else reason,
                 "" if nodes == "None assigned" else nodes,
             )
-    return found
+    return infos
 
 
 def cancel(job: str) -> None:
@@ -221,13 +221,13 @@ def step_ids(job: str) -> dict[str, str]:
 
 def parse_steps(out: str) -> dict[str, str]:
     """Return the numbered steps in ``squeue --steps --format=%i|%j``, by name."""
-    found = []
+    steps = []
     for line in out.splitlines():
         step, _, label = line.strip().partition("|")
         number = step.rpartition(".")[2]
         if number.isdigit():
-            found.append((int(number), label, step))
-    return {label: step for _, label, step in sorted(found)}
+            steps.append((int(number), label, step))
+    return {label: step for _, label, step in sorted(steps)}
 
 
 def kill_steps(steps: Sequence[str]) -> None:

@@ -64,13 +64,13 @@ class JobNodes:
         """
         if not at_once and self._clock() < self._look_at_s:
             return []
-        found = self._nodes_of(self._job)
+        nodes = self._nodes_of(self._job)
         self._look_at_s = self._clock() + _LOOK_S
-        if not found:
+        if not nodes:
             return []
-        self._up = found
-        self.resized |= {*found} != self._nodes  # for good: also when a node comes back
-        return [host for host in hosts if host not in found]
+        self._up = nodes
+        self.resized |= {*nodes} != self._nodes  # for good: also when a node comes back
+        return [host for host in hosts if host not in nodes]
 
     def move(
         self, workers: Sequence[WorkerPlan], names: Collection[str]
@@ -78,8 +78,8 @@ class JobNodes:
         """Return plans of the named workers on nodes that the job still has; None without room."""
         going = [worker for worker in workers if worker.module in names]
         there = self._there(worker for worker in workers if worker.module not in names)
-        found = choose([worker.need for worker in going if worker.need], there, self._room)
-        return None if found is None else [one.moved(found[one.module]) for one in going]
+        hosts = choose([worker.need for worker in going if worker.need], there, self._room)
+        return None if hosts is None else [worker.moved(hosts[worker.module]) for worker in going]
 
     def place(self, workers: Sequence[WorkerPlan], worker: WorkerPlan) -> WorkerPlan | None:
         """Return the plan of a worker that is to start, on a node of the job; None: no room."""
@@ -91,8 +91,8 @@ class JobNodes:
         planned = {node: some for node, some in there.items() if node == worker.node}
         if choose([worker.need], planned, self._room) is not None:
             return worker
-        found = choose([worker.need], there, self._room)
-        return None if found is None else worker.moved(found[worker.module])
+        hosts = choose([worker.need], there, self._room)
+        return None if hosts is None else worker.moved(hosts[worker.module])
 
     def _there(self, workers: Iterable[WorkerPlan]) -> dict[str, list[Need]]:
         """Return what the workers on each node of the job need."""
@@ -126,11 +126,13 @@ def choose(
     """
     filled = {node: list(some) for node, some in there.items()}
     chosen: dict[str, str] = {}
-    for need in sorted(needs, key=lambda one: (one.gpus, one.memory_mib, one.cpus), reverse=True):
+    for need in sorted(
+        needs, key=lambda item: (item.gpus, item.memory_mib, item.cpus), reverse=True
+    ):
         fitting = [node for node, some in filled.items() if room.lacks([*some, need]) is None]
         if not fitting:
             return None
-        node = min(fitting, key=lambda one: sum(other.cpus for other in filled[one]))
+        node = min(fitting, key=lambda candidate: sum(other.cpus for other in filled[candidate]))
         filled[node].append(need)
         chosen[need.module] = node
     return chosen

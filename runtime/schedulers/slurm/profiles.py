@@ -23,11 +23,11 @@ def profile_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 def profile_files() -> dict[str, Path]:
     """Return the profiles by name: the packaged example and the user's own, which override it."""
-    found: dict[str, Path] = {}
+    profiles: dict[str, Path] = {}
     for folder in (Path(str(files("dni_runtime.definitions"))) / "profiles", profile_folder()):
         if folder.is_dir():
-            found |= {file.stem: file for file in sorted(folder.glob("*.yaml"))}
-    return found
+            profiles |= {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    return profiles
 
 
 def load_profile(name: str | None) -> ProfileSpec:

@@ -71,7 +71,7 @@ def directives(request: JobRequest) -> list[str]:
             f"the run directory {str(request.run)!r} is not usable in a batch script",
             hint="choose one without quotes, backslashes and line breaks: --runs or --run-dir",
         )
-    given = {
+    options = {
         "job-name": f"dni-{request.chain}",
         "account": profile.account,
         "partition": request.partition or profile.partition,
@@ -86,7 +86,7 @@ def directives(request: JobRequest) -> list[str]:
     }
     gpus = request.largest("gpus")
     lines = [
-        *(f"--{name}={value}" for name, value in given.items() if value is not None),
+        *(f"--{name}={value}" for name, value in options.items() if value is not None),
         *([gpu_directive(profile, gpus)] if gpus else []),
         *([NO_KILL] if request.count > 1 else []),
         "--requeue",

@@ -67,7 +67,7 @@ class SlurmStarter:
     def kill_all(self, workers: Mapping[str, Process]) -> None:
         try:  # all steps at once: each of Slurm's commands takes a tenth of a second or more
             steps = commands.step_ids(self._job)
-            commands.kill_steps([steps[one] for one in workers if one in steps])
+            commands.kill_steps([steps[name] for name in workers if name in steps])
         except UnavailableError as error:
             _log.warning("the steps of %s were not killed: %s", ", ".join(workers), error)
         for process in workers.values():
@@ -79,7 +79,7 @@ class SlurmStarter:
             steps = commands.step_ids(self._job)
         except UnavailableError:
             return ()
-        return [one for one in modules if one not in steps]
+        return [module for module in modules if module not in steps]
 
 
 def end_steps(job: str, modules: Collection[str]) -> None:
@@ -87,10 +87,10 @@ def end_steps(job: str, modules: Collection[str]) -> None:
     until = time.monotonic() + _END_S
     try:
         while time.monotonic() < until:
-            left = [step for name, step in commands.step_ids(job).items() if name in modules]
-            if not left:
+            running = [step for name, step in commands.step_ids(job).items() if name in modules]
+            if not running:
                 return
-            commands.kill_steps(left)
+            commands.kill_steps(running)
             time.sleep(1)
     except UnavailableError as error:
         _log.warning("this job's running steps are unknown: %s", error)

@@ -20,7 +20,7 @@ from dni_runtime.plan.placement import (
     place,
     wanted_placement,
 )
-from dni_runtime.plan.prepare import Prepared
+from dni_runtime.plan.prepare import CheckedChain
 from dni_runtime.plan.settings import Site
 from dni_runtime.run.documents.records import JobRecord
 from dni_runtime.run.record import Record
@@ -35,19 +35,21 @@ def measured_costs(path: Path, modules: Sequence[str]) -> dict[str, float]:
     """Read each module's microseconds per step from output of ``dnictl bench module --json``."""
     try:
         document = json.loads(path.read_bytes())
-        found = {one["module"]: float(one["step_us"]["median"]) for one in document["modules"]}
+        costs = {
+            module["module"]: float(module["step_us"]["median"]) for module in document["modules"]
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{str(path)!r} holds no measured costs: {error}",
             hint="create it with 'dnictl bench module CHAIN --json > costs.json'",
         ) from None
     for module in modules:
-        if module not in found:
+        if module not in costs:
             raise UsageError(
                 f"{str(path)!r} has no costs of module {module!r}",
                 hint="measure this chain again: 'dnictl bench module CHAIN --json > costs.json'",
             )
-    return {module: found[module] for module in modules}
+    return {module: costs[module] for module in modules}
 
 
 def check_room(request: JobRequest, shapes: Sequence[NodeShape]) -> None:
@@ -86,7 +88,7 @@ def largest_node(shapes: Sequence[NodeShape]) -> Capacity:
 
 def make_request(
     root: Path,  # the run directory
-    prepared: Prepared,
+    prepared: CheckedChain,
     profile: ProfileSpec,
     *,
     python: str,  # the one with dnictl on the nodes
@@ -121,7 +123,11 @@ def make_request(
 
 
 def submit_run(
-    request: JobRequest, prepared: Prepared, site: Site, job: JobRecord, options: Sequence[str] = ()
+    request: JobRequest,
+    prepared: CheckedChain,
+    site: Site,
+    job: JobRecord,
+    options: Sequence[str] = (),
 ) -> tuple[Record, str]:
     """Create the run directory and submit its job; return the run's record and the job's id.
 
@@ -175,7 +181,7 @@ def submit_again(run: RunDir, record: JobRecord, log_level: str | None = None) -
     return job
 
 
-def placement_rows(request: JobRequest, prepared: Prepared) -> list[dict[str, Any]]:
+def placement_rows(request: JobRequest, prepared: CheckedChain) -> list[dict[str, Any]]:
     """Return the node and resources of each module, for display."""
     interface = request.profile.interface
     kinds = link_kinds(prepared.chain, prepared.replicas, interface, request.nodes)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.plan.prepare import Prepared, prepare
+from dni_runtime.plan.prepare import CheckedChain, prepare
 from dni_runtime.run.documents.metrics import (
     EpochLine,
     EvaluationLine,
@@ -186,7 +186,9 @@ def evaluations(lines: Sequence[MetricsLine], metric: str) -> list[dict[str, Any
     return found
 
 
-def _prepared(contender: Contender, spec: dict[str, Any], folder: Path) -> tuple[Path, Prepared]:
+def _prepared(
+    contender: Contender, spec: dict[str, Any], folder: Path
+) -> tuple[Path, CheckedChain]:
     """A run directory to make, and the chain; user classes lie in ``folder``."""
     root = Path(tempfile.mkdtemp(prefix=f"{contender.name}-", dir=folder))
     path = folder / f"{root.name}.yaml"

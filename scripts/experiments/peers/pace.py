@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dni_runtime.api.planning import plan_run
-from dni_runtime.plan.prepare import Prepared
+from dni_runtime.plan.prepare import CheckedChain
 from dni_runtime.plan.restarts import RestartPlan
 from dni_runtime.plan.settings import StartSettings
 from dni_runtime.run.documents.metrics import TrainLine, read_metrics
@@ -44,7 +44,7 @@ class Pace:
 
 def run_until(
     root: Path,  # the run directory to make
-    prepared: Prepared,
+    prepared: CheckedChain,
     prefixes: Mapping[str, Sequence[str]],  # by worker, a command that executes its command
     enough: Callable[[RunDir], bool],  # asked a few times a second
 ) -> RunDir:
@@ -71,7 +71,7 @@ def run_until(
 
 
 def measure_pace(
-    root: Path, prepared: Prepared, timing: Timing, prefixes: Mapping[str, Sequence[str]]
+    root: Path, prepared: CheckedChain, timing: Timing, prefixes: Mapping[str, Sequence[str]]
 ) -> tuple[list[Pace], float]:
     """The pace of each worker of a chain without end, and samples per second at its tails."""
     tails = tails_of(prepared.names)

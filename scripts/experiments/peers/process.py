@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dni_runtime.core.dynamo import postpone_dynamo
-from dni_runtime.core.evaluation import Evaluation
+from dni_runtime.core.evaluation import EvaluationSums
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.data import DataSource, open_data
 from dni_runtime.spec import Choice, DataSpec, TensorSpec
@@ -159,7 +159,7 @@ def train(
             step()
         train_s += time.perf_counter() - began
         done += interval
-        evaluation = Evaluation(loss, [Choice(name=network.metric)])
+        evaluation = EvaluationSums(loss, [Choice(name=network.metric)])
         for x_BX, y_BY in source.eval_batches():
             p_BP = trainer.predict(x_BX)
             if p_BP is not None:

@@ -69,7 +69,7 @@ def test_a_key_that_is_not_on_the_list(links: Any) -> None:
 
 def test_another_server_key(links: Any) -> None:
     stem, tail = two_rings()
-    misled = KnownKeys(stem.own, {"tail": KeyPair.new().public})
+    misled = KnownKeys(stem.pair, {"tail": KeyPair.new().public})
     input = links.input(keys=tail, links=CURVE)
     address = input.bind(ADDRESS)
     with pytest.raises(EncryptionError, match="does not match its public key"):
@@ -103,7 +103,7 @@ def test_a_neighbours_key_that_appears_late(links: Any) -> None:
     """As on a shared file system: refused first, then tried again, though libzmq would not."""
     stem, tail = two_rings()
     known: dict[str, bytes] = {}
-    input = links.input(keys=KnownKeys(tail.own, known), links=CURVE)
+    input = links.input(keys=KnownKeys(tail.pair, known), links=CURVE)
     output = links.output(keys=stem, links=CURVE)
     address = input.bind(ADDRESS)
     with pytest.raises(EncryptionError):
@@ -117,7 +117,7 @@ def test_a_server_key_that_appears_late(links: Any) -> None:
     stem, tail = two_rings()
     known: dict[str, bytes] = {}
     input = links.input(keys=tail, links=CURVE)
-    output = links.output(keys=KnownKeys(stem.own, known), links=CURVE)
+    output = links.output(keys=KnownKeys(stem.pair, known), links=CURVE)
     address = input.bind(ADDRESS)
     with pytest.raises(EncryptionError, match="its public key is missing"):
         output.connect(address, deadline_s=0.5)
@@ -144,7 +144,7 @@ def test_a_link_that_moves_to_another_address_and_key(links: Any) -> None:
     input.close()
     other = KeyPair.new()
     elsewhere = links.input(
-        keys=KnownKeys(other, {"stem": stem.own.public}), links=CURVE, received=2
+        keys=KnownKeys(other, {"stem": stem.pair.public}), links=CURVE, received=2
     )
     address = elsewhere.bind(ADDRESS)
     output.connect(
@@ -163,8 +163,8 @@ def test_the_computing_thread_is_not_needed_for_a_handshake(links: Any, raw: Any
     stem, tail = two_rings()
     input = links.input(keys=tail, links=CURVE)
     peer = raw(zmq.DEALER)
-    peer.curve_publickey, peer.curve_secretkey = stem.own.public, stem.own.secret
-    peer.curve_serverkey = tail.own.public
+    peer.curve_publickey, peer.curve_secretkey = stem.pair.public, stem.pair.secret
+    peer.curve_serverkey = tail.pair.public
     peer.connect(input.bind(ADDRESS))
     monitor = peer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     assert monitor.poll(5000)  # nobody has called input.receive()

@@ -45,7 +45,7 @@ def test_who_starts_again_has_the_same_key(run: RunDir) -> None:
     assert keys.make(run, "tail")
     first = keys.load(run, "tail")
     assert not keys.make(run, "tail")
-    assert RunKeys(run, "tail").own == first
+    assert RunKeys(run, "tail").pair == first
 
 
 def test_every_module_has_its_own(run: RunDir) -> None:
@@ -186,9 +186,9 @@ def test_whoever_makes_keys_removes_them(run: RunDir) -> None:
     keys.make(run, "tail")  # by the launcher
     by_hand = RunKeys(run, "stem")
     assert not (run.keys / "stem.key").exists()  # nothing is made before it is needed
-    assert by_hand.own
+    assert by_hand.pair
     tail = RunKeys(run, "tail")
-    assert tail.own
+    assert tail.pair
     tail.leave()
     by_hand.leave()
     assert sorted(path.name for path in run.keys.iterdir()) == ["tail.key", "tail.pub"]

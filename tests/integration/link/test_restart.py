@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dni_runtime.link import Gradient, InputLink, OutputLink, Request
+from dni_runtime.link import Gradient, InputLink, OutputLink, StreamRequest
 from dni_runtime.spec import LinksSpec
 from dni_runtime.wire import Mark, Mode
 from tests.integration.link.conftest import Links
@@ -125,7 +125,7 @@ def test_gradients_come_again_before_what_promises_that_none_will(
 
     def came() -> bool:
         input.receive()
-        found.extend(event.id for event in output.receive() if not isinstance(event, Request))
+        found.extend(event.id for event in output.receive() if not isinstance(event, StreamRequest))
         return 4 in found and not output.lost
 
     links.until(came, "what was sent")

@@ -100,7 +100,7 @@ def test_a_client_without_encryption_that_does_not_give_up(chain: Chain, dial: A
 def test_a_stolen_server_key(chain: Chain, raw: Any, make_spec: Any) -> None:
     stranger = raw(zmq.DEALER)
     stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-    stranger.curve_serverkey = chain.tail.own.public
+    stranger.curve_serverkey = chain.tail.pair.public
     stranger.connect(chain.address)
     say_hello(stranger, make_spec)
     chain.until_refused(1, "unauthorised")
@@ -109,8 +109,11 @@ def test_a_stolen_server_key(chain: Chain, raw: Any, make_spec: Any) -> None:
 
 def test_the_upstreams_public_key_without_its_secret(chain: Chain, raw: Any) -> None:
     stranger = raw(zmq.DEALER)
-    stranger.curve_publickey, stranger.curve_secretkey = chain.stem.own.public, KeyPair.new().secret
-    stranger.curve_serverkey = chain.tail.own.public
+    stranger.curve_publickey, stranger.curve_secretkey = (
+        chain.stem.pair.public,
+        KeyPair.new().secret,
+    )
+    stranger.curve_serverkey = chain.tail.pair.public
     stranger.connect(chain.address)
     chain.until_refused(1, "encryption")
     assert chain.input.counters.handshakes == 1

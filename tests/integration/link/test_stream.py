@@ -17,7 +17,7 @@ import torch
 import zmq
 
 from dni_runtime.errors import HandshakeError, StoppedError, UnavailableError, WorkerError
-from dni_runtime.link import Batch, Drained, Gradient, Marker, Request, sockets
+from dni_runtime.link import Batch, Drain, Gradient, Marker, StreamRequest, sockets
 from dni_runtime.link.sender import Sender
 from dni_runtime.link.tensors import dequantize, quantize
 from dni_runtime.spec import LinksSpec
@@ -67,8 +67,8 @@ def test_what_goes_up(links: Any, address: str) -> None:
     assert isinstance(gradient, Gradient)
     assert gradient.id == 1
     assert torch.equal(gradient.g, g)
-    assert drained == Drained(3)
-    assert request == Request("checkpoint")
+    assert drained == Drain(3)
+    assert request == StreamRequest("checkpoint")
     assert output.in_flight == 1
     input.ack(2)
     assert output.flush(links.DEADLINE_S)
@@ -273,7 +273,7 @@ def test_the_last_acknowledgement_outlives_the_connection(links: Any, address: s
     links.until(lambda: bool(output.socket.poll(0)), "what was sent has arrived, and is not read")
     assert output.finish(links.DEADLINE_S)
     leaving.join()
-    assert output.receive() == [Drained(1)]
+    assert output.receive() == [Drain(1)]
 
 
 def test_nobody_waits_for_a_neighbour_that_is_gone(links: Any, address: str) -> None:

@@ -60,27 +60,27 @@ def test_a_supervisor_says_what_it_wants(tmp_path: Path, stop: StopRequest) -> N
     def tell(**document: object) -> None:
         Control.model_validate(document).write(path)
 
-    tell(attempt=2, wanted="stop")  # for the start before
+    tell(attempt=2, order="stop")  # for the start before
     with stop.obeying(path, 3):
-        tell(attempt=3, wanted="run")
+        tell(attempt=3, order="run")
         assert not select.select([stop.wakeup], [], [], 0.1)[0]
         assert not stop()
-        tell(attempt=3, wanted="restart")
+        tell(attempt=3, order="restart")
         assert woken(stop)
         assert (stop(), stop.alone) == (True, True)
-        tell(attempt=3, wanted="stop")  # all of them, meanwhile
+        tell(attempt=3, order="stop")  # all of them, meanwhile
         assert woken(stop)
         assert not stop.alone
         since_s = stop.age_s
-        tell(attempt=3, wanted="restart")
-        tell(attempt=3, wanted="stop")
+        tell(attempt=3, order="restart")
+        tell(attempt=3, order="stop")
         assert not select.select([stop.wakeup], [], [], 0.1)[0], "it is no news"
         assert (stop.alone, stop.age_s > since_s) == (False, True)
 
 
 def test_one_that_begins_late_knows_at_once(tmp_path: Path, stop: StopRequest) -> None:
     path = tmp_path / "a.json"
-    Control(attempt=1, wanted="stop").write(path)
+    Control(attempt=1, order="stop").write(path)
     with stop.obeying(path, 1):
         assert stop()
 
@@ -90,8 +90,8 @@ def test_one_that_begins_late_knows_at_once(tmp_path: Path, stop: StopRequest) -
     [
         lambda path: path.unlink(),
         lambda path: path.write_text(""),
-        lambda path: path.write_text('{"attempt": 1, "wanted": "st'),
-        lambda path: path.write_text('{"attempt": 1, "wanted": "sing"}'),
+        lambda path: path.write_text('{"attempt": 1, "order": "st'),
+        lambda path: path.write_text('{"attempt": 1, "order": "sing"}'),
     ],
 )
 def test_what_cannot_be_read_is_no_request(
@@ -102,5 +102,5 @@ def test_what_cannot_be_read_is_no_request(
     spoil(path)
     with stop.obeying(path, 1):
         assert not select.select([stop.wakeup], [], [], 0.05)[0]
-        Control(attempt=1, wanted="stop").write(path)
+        Control(attempt=1, order="stop").write(path)
         assert woken(stop)

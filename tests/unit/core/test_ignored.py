@@ -111,7 +111,9 @@ def test_a_critic_predicts_the_per_sample_gradient_of_its_loss(
     h = torch.randn(6, *ACTIVATIONS[kind].shape).requires_grad_()
     y = torch.randint(0, 4, (6, 5) if per_token else (6,))
     y[0] = args.get("ignore_index", -100)
-    (expected,) = torch.autograd.grad(critic.own(critic.guess(critic.grid(h)), y.flatten()), h)
+    (expected,) = torch.autograd.grad(
+        critic.label_loss(critic.guess(critic.grid(h)), y.flatten()), h
+    )
     with torch.no_grad():
         g = critic.predict(h, y)
     torch.testing.assert_close(g, 6 * expected)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dni_runtime.core.chain import Backprop, LocalChain
-from dni_runtime.core.evaluation import Evaluation
+from dni_runtime.core.evaluation import EvaluationSums
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import Choice, DataInfo, TensorSpec, parse_chain
@@ -279,7 +279,7 @@ def test_each_loss_of_a_sum_weighs_batches_by_its_own_labels() -> None:
     )
     rows = torch.cat([scores.flatten(1), numbers[:, 0]], 1)
     targets = torch.cat([y.float(), numbers[:, 1]], 1)
-    one, other = Evaluation(loss, ()), Evaluation(loss, ())
+    one, other = EvaluationSums(loss, ()), EvaluationSums(loss, ())
     for number, (p, part) in enumerate(zip(rows.split(4), targets.split(4), strict=True)):
         (one if number % 2 else other).add(p, part)
     one.merge(other.to_dict())

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dni_runtime.core.evaluation import Evaluation
+from dni_runtime.core.evaluation import EvaluationSums
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.metrics import METRICS, TorchMetric, check_metrics, rises
 from dni_runtime.errors import SpecError
@@ -36,7 +36,7 @@ def run(loss: ChainLoss, p: Tensor, y: Tensor, *metrics: Any, size: int = 5) -> 
     """An evaluation that is interrupted after each batch, and goes on in another process."""
     state: str | None = None
     for p_BP, y_BY in zip(p.split(size), y.split(size), strict=True):
-        evaluation = Evaluation(loss, choices(*metrics))
+        evaluation = EvaluationSums(loss, choices(*metrics))
         if state is not None:
             evaluation.merge(json.loads(state))
         evaluation.add(p_BP, y_BY)
@@ -92,7 +92,7 @@ def test_without_a_valid_label_nothing_is_known() -> None:
     y = torch.full((4, 6), -100)
     found = run(loss_of((6, 4), (6,)), torch.randn(4, 6, 4), y, "accuracy", {"F1Score": F1})
     assert all(math.isnan(value) for value in found.values())
-    assert Evaluation(loss_of((4,), ()), []).result() == {}
+    assert EvaluationSums(loss_of((4,), ()), []).result() == {}
 
 
 def test_numbers_are_means_over_elements() -> None:

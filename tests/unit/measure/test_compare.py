@@ -9,7 +9,7 @@ import pytest
 
 from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.measure.compare import (
-    Compared,
+    ComparedMetric,
     Method,
     Point,
     Trial,
@@ -21,7 +21,7 @@ from dni_runtime.measure.compare import (
     summarize,
     variant,
 )
-from dni_runtime.plan.prepare import Prepared, prepare
+from dni_runtime.plan.prepare import CheckedChain, prepare
 from dni_runtime.spec import Choice
 
 CHAIN = """\
@@ -37,12 +37,12 @@ modules:
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Prepared:
+def small(tmp_path: Path) -> CheckedChain:
     (tmp_path / "chain.yaml").write_text(CHAIN)
     return prepare(tmp_path / "chain.yaml")
 
 
-def options(prepared: Prepared) -> list[tuple[str, object]]:
+def options(prepared: CheckedChain) -> list[tuple[str, object]]:
     found = []
     for module in prepared.chain.modules[:-1]:
         assert module.interface is not None
@@ -53,7 +53,7 @@ def options(prepared: Prepared) -> list[tuple[str, object]]:
     return found
 
 
-def test_a_variant_keeps_the_options_that_it_can(small: Prepared) -> None:
+def test_a_variant_keeps_the_options_that_it_can(small: CheckedChain) -> None:
     assert options(variant(small, Method("synthetic"), 5)) == [
         ("synthetic", (4, None)), ("synthetic", (1, None)),
     ]  # fmt: skip
@@ -68,7 +68,7 @@ def test_a_variant_keeps_the_options_that_it_can(small: Prepared) -> None:
     assert variant(small, Method("none"), 5).workers[0].gradients_in == 0
 
 
-def test_an_interface_that_does_not_fit(small: Prepared) -> None:
+def test_an_interface_that_does_not_fit(small: CheckedChain) -> None:
     with pytest.raises(SpecError, match="nowhere"):
         variant(small, Method("nowhere:Missing"), 5)
 
@@ -90,7 +90,7 @@ def test_methods_that_cannot_be(names: list[str], labelled: list[str], message: 
         read_interfaces(names, labelled)
 
 
-def test_methods(small: Prepared) -> None:
+def test_methods(small: CheckedChain) -> None:
     methods = read_interfaces(
         ["exact", "mine:Interface"],
         ["DNI={synthetic: {conditioned: false, optimizer: {Adam: {lr: 1e-4}}}}"],
@@ -104,7 +104,7 @@ def test_methods(small: Prepared) -> None:
         assert module.interface.args["optimizer"] == {"Adam": {"lr": 1e-4}}
 
 
-def test_strategies(small: Prepared) -> None:
+def test_strategies(small: CheckedChain) -> None:
     written = ["slow={diloco: {lr: 0.5}}", "int8=diloco, every: 5, compression: int8"]
     methods = read_strategies(["local-sgd"], written, 3)
     assert list(methods) == ["no-replicas", "local-sgd", "slow", "int8"]
@@ -141,7 +141,7 @@ def test_of_two_modules_both_get_replicas(tmp_path: Path) -> None:
     assert [one.replicas for one in found.chain.modules] == [2, 2]
 
 
-ACCURACY, LOSS = Compared("accuracy", True), Compared("loss", False)
+ACCURACY, LOSS = ComparedMetric("accuracy", True), ComparedMetric("loss", False)
 
 
 def trial(method: str, seed: int, *values: float) -> Trial:

@@ -8,7 +8,7 @@ import pytest
 
 from dni_runtime.errors import UsageError
 from dni_runtime.measure.module import ModuleCost, Spread, measure_modules
-from dni_runtime.plan.prepare import Prepared, prepare
+from dni_runtime.plan.prepare import CheckedChain, prepare
 
 CHAIN = """\
 name: small
@@ -21,7 +21,7 @@ modules:
 """
 
 
-def prepared(tmp_path: Path, first: str) -> Prepared:
+def prepared(tmp_path: Path, first: str) -> CheckedChain:
     (tmp_path / "chain.yaml").write_text(CHAIN.replace("FIRST", first))
     return prepare(tmp_path / "chain.yaml")
 

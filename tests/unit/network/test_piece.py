@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dni_runtime.errors import SpecError
 from dni_runtime.network.piece import Piece, tie
 from dni_runtime.network.program import Section
-from dni_runtime.network.source import NetworkSpec, Wrapped, build_network, read_tensor
+from dni_runtime.network.source import NetworkSpec, NetworkWrapper, build_network, read_tensor
 from dni_runtime.network.tracing import trace
 from tests.specs import float32, int64
 
@@ -368,7 +368,7 @@ def test_one_of_several_outputs(form: str, returns: str | int) -> None:
         expected, found = plain.last(h), run(spec, pieces, cuts, x)
         plain.aux(h)  # whose statistics are the network's, too
         assert torch.equal(found, expected)
-        assert torch.equal(Wrapped(plain, spec).train(False)(x), expected) or mode
+        assert torch.equal(NetworkWrapper(plain, spec).train(False)(x), expected) or mode
         expected.square().sum().backward()
         found.square().sum().backward()
         alike(pieces, plain)
@@ -452,5 +452,5 @@ def test_the_wrapped_network_takes_names() -> None:
     spec = network(*TIED, **NAMES)
     whole = build_network(spec)
     given = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.bool)
-    assert torch.equal(Wrapped(whole, spec)(*given), whole(*given)["logits"])
+    assert torch.equal(NetworkWrapper(whole, spec)(*given), whole(*given)["logits"])
     assert isinstance(whole, nn.Module)

@@ -16,7 +16,7 @@ from dni_runtime.plan.balancing import balance_chain
 from dni_runtime.plan.prepare import importing_from
 from dni_runtime.spec import Choice, DataInfo, TensorSpec
 from dni_runtime.split.network import cut_again, network_of
-from dni_runtime.split.plan import Request
+from dni_runtime.split.plan import SplitRequest
 from dnictl.main import cli
 
 NARROW = """\
@@ -80,7 +80,7 @@ def test_what_a_place_measures_counts(chain: Path) -> None:
     )
     with importing_from(chain.parent.absolute()):
         spec, network = network_of("deep:build", info, args={})
-        wanted = Request(at=("2", "5"), batch_size=64, interfaces=(Choice(name="exact"),) * 3)
+        wanted = SplitRequest(at=("2", "5"), batch_size=64, interfaces=(Choice(name="exact"),) * 3)
         even = cut_again(spec, network, info, wanted)
         times = [part.seconds + part.interface_s for part in even.parts]
         found = cut_again(spec, network, info, wanted, [times[0], 10 * times[1], None])

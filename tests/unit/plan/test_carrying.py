@@ -10,7 +10,7 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError, UsageError
 from dni_runtime.plan.carrying import carry_over
 from dni_runtime.plan.create import create_run
-from dni_runtime.plan.prepare import Prepared, prepare
+from dni_runtime.plan.prepare import CheckedChain, prepare
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 from dni_runtime.worker.checkpoint import read, snapshot, write_part
@@ -27,7 +27,9 @@ modules:
 MIDDLE = "{Linear: {in_features: 8, out_features: 9}}"
 
 
-def chain(folder: Path, size: int = 32, end: str = "", begin: str = "", width: int = 8) -> Prepared:
+def chain(
+    folder: Path, size: int = 32, end: str = "", begin: str = "", width: int = 8
+) -> CheckedChain:
     path = folder / "chain.yaml"
     path.write_text(CHAIN % (size, end, begin, width))
     return prepare(path)
@@ -42,11 +44,11 @@ def stopped(tmp_path: Path) -> Record:
     return Record.read(run.root)
 
 
-def carried(prepared: Prepared, record: Record) -> Prepared:
+def carried(prepared: CheckedChain, record: Record) -> CheckedChain:
     return carry_over(prepared, record, RunState.read(record.run))
 
 
-def write(root: Path, prepared: Prepared, *, over: bool) -> None:
+def write(root: Path, prepared: CheckedChain, *, over: bool) -> None:
     for number, worker in enumerate(prepared.workers):
         tensors, document = snapshot(ModuleStep(worker))
         stream = {"cut": 5, "epoch": 1, "epochs_ended": 0, "step": 5, "samples": 160, "over": over}

@@ -12,7 +12,7 @@ import pytest
 
 from dni_runtime.errors import DataError, ImageError, UnavailableError
 from dni_runtime.image.apptainer import Apptainer, Mount
-from dni_runtime.image.check import Inspected
+from dni_runtime.image.check import Inspection
 from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, read_lock, write_lock
 from dni_runtime.plan import host
 from dni_runtime.plan.host import (
@@ -227,7 +227,7 @@ def test_an_image_with_another_document_than_a_spec(
 ) -> None:
     folder = tmp_path / "images"
     write_images(folder, workers, locked=workers[1:])
-    answer = Inspected(folder / "bottom.sif", {}, {"module": 3})
+    answer = Inspection(folder / "bottom.sif", {}, {"module": 3})
     monkeypatch.setattr(host, "inspect_image", lambda *_: answer)
     with pytest.raises(ImageError, match=r"module\.json in .*bottom\.sif.* is not a valid module"):
         check_images(TOOL, workers, folder)

@@ -13,7 +13,7 @@ from dni_runtime.core.layers import build_layers, load_initial
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.initial import write_initial
-from dni_runtime.plan.prepare import Prepared, prepare
+from dni_runtime.plan.prepare import CheckedChain, prepare
 from dni_runtime.run.documents.records import RunRecord
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.worker.checkpoint import write_part
@@ -33,7 +33,7 @@ modules:
 """
 
 
-def prepared(folder: Path, default: str = "", own: str = "") -> Prepared:
+def prepared(folder: Path, default: str = "", own: str = "") -> CheckedChain:
     (folder / "chain.yaml").write_text(CHAIN % (default, own))
     return prepare(folder / "chain.yaml")
 

@@ -21,7 +21,7 @@ from dni_runtime.core.export import connect
 from dni_runtime.core.layers import build_module
 from dni_runtime.errors import DataError, DniError, SpecError, UsageError
 from dni_runtime.plan.prepare import importing_from
-from dni_runtime.plan.splitting import Taken, split_chain
+from dni_runtime.plan.splitting import SplitChain, split_chain
 from dnictl.main import cli
 
 SOURCE = Path(__file__).parents[2] / "data" / "words.py"
@@ -36,11 +36,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("words", None)
 
 
-def split(path: Path = Path("chain.yaml"), **given: Any) -> Taken:
+def split(path: Path = Path("chain.yaml"), **given: Any) -> SplitChain:
     return split_chain("words:Model", path, SETTINGS, **given)
 
 
-def whole(taken: Taken) -> nn.Module:
+def whole(taken: SplitChain) -> nn.Module:
     """The network that the chain's modules make, with the weights of the file."""
     workers = taken.prepared.workers
     state = load_file(taken.weights)

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from dni_runtime.core.chain import LocalChain
-from dni_runtime.core.evaluation import Evaluation
+from dni_runtime.core.evaluation import EvaluationSums
 from dni_runtime.data import open_data
 from dni_runtime.errors import DataError, DniError, SpecError
 from dni_runtime.plan import trial
-from dni_runtime.plan.prepare import Prepared, prepare
+from dni_runtime.plan.prepare import CheckedChain, prepare
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(24, 6)).astype(np.float32)
@@ -50,8 +50,8 @@ def at(array: np.ndarray, index: Any, value: float) -> np.ndarray:
 
 
 @pytest.fixture
-def check(tmp_path: Path) -> Callable[..., Prepared]:
-    def check(x: np.ndarray = X, y: np.ndarray = Y, **settings: Any) -> Prepared:
+def check(tmp_path: Path) -> Callable[..., CheckedChain]:
+    def check(x: np.ndarray = X, y: np.ndarray = Y, **settings: Any) -> CheckedChain:
         np.savez(
             tmp_path / "data.npz", x_train=x[:16], y_train=y[:16], x_eval=x[16:], y_eval=y[16:]
         )
@@ -96,7 +96,7 @@ MASKS = RNG.integers(0, 3, (24, 4, 4))
     ],
 )  # fmt: skip
 def test_refused(
-    check: Callable[..., Prepared], given: dict[str, Any], kind: type[DniError], message: str
+    check: Callable[..., CheckedChain], given: dict[str, Any], kind: type[DniError], message: str
 ) -> None:
     given = {"data": "normalize: false", **given}
     with pytest.raises(kind, match=f"(?s){message}") as caught:
@@ -142,7 +142,7 @@ class Whole(torch.nn.Module):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("interface", ["exact", "mixed"])
-def test_right(check: Callable[..., Prepared], given: dict[str, Any], interface: str) -> None:
+def test_right(check: Callable[..., CheckedChain], given: dict[str, Any], interface: str) -> None:
     prepared = check(**given, interface=interface)
     assert prepared.looked is not None
     assert prepared.looked.checked[1:3] == ("16 of 16 samples (train)", "8 of 8 samples (eval)")
@@ -150,7 +150,9 @@ def test_right(check: Callable[..., Prepared], given: dict[str, Any], interface:
 
 
 @pytest.mark.parametrize("loss", ["MSELoss", "BCEWithLogitsLoss"])
-def test_labels_without_the_axis_of_the_output(check: Callable[..., Prepared], loss: str) -> None:
+def test_labels_without_the_axis_of_the_output(
+    check: Callable[..., CheckedChain], loss: str
+) -> None:
     """Torch would broadcast, and compare each prediction with each label."""
     more = "metrics: [mse]\ndefaults: {optimizer: {SGD: {lr: 0.1}}}"
     prepared = check(y=Y % 2, loss=loss, more=more, **ONE)
@@ -168,7 +170,7 @@ def test_labels_without_the_axis_of_the_output(check: Callable[..., Prepared], l
         expected.backward()
         optimizer.step()
         assert chain.train_batch(x, y) == pytest.approx(expected.item(), rel=1e-5)
-        evaluation = Evaluation.of(chain.steps[-1])
+        evaluation = EvaluationSums.of(chain.steps[-1])
         evaluation.add(chain.predict(x), y)
         error = F.mse_loss(copy(x)[:, 0], y.float())
         assert evaluation.result()["mse"] == pytest.approx(error.item())
@@ -212,7 +214,7 @@ def test_a_class_of_the_users_own(tmp_path: Path, change: str, message: str) -> 
 
 
 def test_what_is_too_large_is_said(
-    check: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch
+    check: Callable[..., CheckedChain], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "LARGEST_PARAMETERS", 10)
     looked = check().looked

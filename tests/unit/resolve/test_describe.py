@@ -14,7 +14,7 @@ from torch import nn
 
 from dni_runtime.core.layers import build_layers
 from dni_runtime.errors import SpecError
-from dni_runtime.resolve.describe import Described, describe_modules, import_path
+from dni_runtime.resolve.describe import ModuleDescription, describe_modules, import_path
 from dni_runtime.spec import LayerSpec
 
 MINE = """\
@@ -79,7 +79,7 @@ def test_layers_of_torch(layer: nn.Module, tmp_path: Path) -> None:
         assert torch.equal(built(x), layer(x))
 
 
-def describe(layer: nn.Module, folder: Path) -> Described:
+def describe(layer: nn.Module, folder: Path) -> ModuleDescription:
     return describe_modules({"a": layer}, folder)["a"]
 
 

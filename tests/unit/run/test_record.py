@@ -12,7 +12,7 @@ from dni_runtime import __version__
 from dni_runtime.errors import CheckpointError, DataError, UsageError
 from dni_runtime.files import read_json, write_json
 from dni_runtime.plan.create import create_run, new_run_id
-from dni_runtime.plan.prepare import Prepared
+from dni_runtime.plan.prepare import CheckedChain
 from dni_runtime.run.record import Record, find_run, list_runs
 
 
@@ -22,7 +22,7 @@ def test_names_sort_by_time_and_differ() -> None:
     assert all(re.fullmatch(r"fashion-mlp-\d{8}-\d{6}-[0-9a-f]{4}", name) for name in names)
 
 
-def test_what_a_run_holds(record: Record, prepared: Prepared) -> None:
+def test_what_a_run_holds(record: Record, prepared: CheckedChain) -> None:
     run = record.run
     assert run.root.stat().st_mode & 0o777 == 0o700
     assert run.chain_file.read_bytes() == prepared.path.read_bytes()
@@ -33,19 +33,19 @@ def test_what_a_run_holds(record: Record, prepared: Prepared) -> None:
     assert record.specs() == (prepared.chain, prepared.workers)
 
 
-def test_a_run_is_not_overwritten(record: Record, prepared: Prepared) -> None:
+def test_a_run_is_not_overwritten(record: Record, prepared: CheckedChain) -> None:
     with pytest.raises(UsageError, match="already holds a run") as caught:
         create_run(record.run.root, prepared, backend="process")
     assert "dnictl resume" in str(caught.value)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path, prepared: Prepared) -> None:
+def test_a_folder_that_cannot_be_made(tmp_path: Path, prepared: CheckedChain) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be created"):
         create_run(tmp_path / "file" / "run", prepared, backend="process")
 
 
-def test_steps_of_a_run(prepared: Prepared) -> None:
+def test_steps_of_a_run(prepared: CheckedChain) -> None:
     def steps(**changes: object) -> tuple[int | None, int | None]:
         chain = prepared.chain.model_copy(update=changes)
         other = replace(prepared, chain=chain)
@@ -107,7 +107,7 @@ def test_versions_are_compared_before_a_run_goes_on(record: Record) -> None:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, prepared: Prepared) -> Path:
+def runs(tmp_path: Path, prepared: CheckedChain) -> Path:
     folder = tmp_path / "many"
     for number, name in enumerate(["b-1", "a-1", "a-2"]):
         create_run(folder / name, prepared, backend="process")

@@ -172,8 +172,8 @@ def test_a_users_own_links_are_followed(tmp_path: Path) -> None:
     assert read_json(part) == {"cut": 7}
     write_json(run.worker("m"), {"pid": 1})
     assert read_json(run.worker("m")) == {"pid": 1}
-    Control(wanted="stop").write(run.control("m"))
-    assert read_json(run.control("m"))["wanted"] == "stop"
+    Control(order="stop").write(run.control("m"))
+    assert read_json(run.control("m"))["order"] == "stop"
     assert {path.name for path in disk.iterdir()} == {"000000000007", "m.json"}
 
 

@@ -13,7 +13,7 @@ from dni_runtime.api.run import Run
 from dni_runtime.errors import UsageError
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.plan import LaunchPlan
-from dni_runtime.plan.prepare import Prepared
+from dni_runtime.plan.prepare import CheckedChain
 from dni_runtime.plan.settings import Site, StartRequest, StartSettings, make_plan
 from dni_runtime.run.documents.reports import Report, WorkerPhase
 from dni_runtime.run.record import Record
@@ -128,7 +128,7 @@ def test_the_module_that_has_failed_is_named() -> None:
 
 
 @pytest.fixture
-def record(tmp_path: Path, prepared: Prepared) -> Record:
+def record(tmp_path: Path, prepared: CheckedChain) -> Record:
     """The record of a fresh run for mpirun."""
     root = tmp_path / "runs" / "small-1"
     create_run(root, prepared, backend="process", scheduler="mpi")

@@ -8,7 +8,7 @@ from pathlib import Path
 from dni_runtime.files import read_json, write_json
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.plan.plan import LaunchPlan
-from dni_runtime.plan.prepare import Prepared
+from dni_runtime.plan.prepare import CheckedChain
 from dni_runtime.plan.settings import Site, StartRequest, StartSettings, make_plan
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
@@ -16,7 +16,7 @@ from dni_runtime.schedulers.runtime_files import prepare_runtime_files, remove_r
 
 
 def test_what_containers_see_is_there_to_be_mounted(
-    record: Record, prepared: Prepared, tmp_path: Path
+    record: Record, prepared: CheckedChain, tmp_path: Path
 ) -> None:
     run, sockets = record.run, tmp_path / "ipc"
     links = prepared.chain.links.model_copy(update={"transport": "tcp"})

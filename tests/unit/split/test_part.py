@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from dni_runtime.split.part import Part, doubt
+from dni_runtime.split.part import NetworkPart, doubt
 
 
-def part(name: str, seconds: float, interface_s: float) -> Part:
-    return Part(
+def part(name: str, seconds: float, interface_s: float) -> NetworkPart:
+    return NetworkPart(
         name=name, after=None, until=None, inputs=None, outputs=(), numbers=0, lends=(),
         borrows={}, seconds=seconds, interface_s=interface_s, memory=0.0, sends=0, interface=None,
         because="default", samples=8,

@@ -357,7 +357,7 @@ def test_the_run_fails_with_its_last_replica(
 def test_what_was_lost_is_wanted_again_at_the_next_start(
     world: World, plan: LaunchPlan, record: Record
 ) -> None:
-    Scale(replicas={"middle": 3}, left={"middle": 1}).write(record.run.scale)
+    Scale(replicas={"middle": 3}, limits={"middle": 1}).write(record.run.scale)
     finish(world, 20, *SHARED)
     assert with_replicas(world, plan, ["n1", "n2", "n3"], SHARED, 2).run().phase == "finished"
     assert world.processes["top"].worker.replicas == {"middle": 3}

@@ -338,7 +338,7 @@ def stopping(record: Record, world: Scaled) -> RunState:
     """The state of a run whose supervisor was killed after it had told all to stop."""
     state = RunState.begin("process", 1, NAMES)
     state.pid, state.host, state.phase = 1, "another", "running"
-    state.wanted, state.restart_reason = {"middle": 3}, REASON
+    state.scale, state.restart_reason = {"middle": 3}, REASON
     state.modules["middle.3"].state = "inactive"
     for name in there(2):
         state.modules[name].state = "running"
@@ -374,7 +374,7 @@ def test_who_takes_over_meanwhile_goes_on_with_the_change(
         record.run, kept, world, adopt=state, clock=world.clock, sleep=world.sleep
     )
     after = supervisor.run()
-    assert (after.phase, after.restart_reason, after.wanted) == ("finished", None, {"middle": 3})
+    assert (after.phase, after.restart_reason, after.scale) == ("finished", None, {"middle": 3})
     assert replicas(record) == [3]
     assert [event["event"] for event in events(record)].count("run_adopted") == 1
     assert all(attempts(record, name) == [2] for name in NAMES)
@@ -387,7 +387,7 @@ def test_who_takes_over_after_the_change_leaves_out_who_is_inactive(
     world: Scaled, record: Record, plan: LaunchPlan, written: WorkerPhase
 ) -> None:
     """Also if the former supervisor was killed when it had written the plan, but not the state."""
-    state = replace(stopping(record, world), restart_reason=None, wanted={"middle": 2})
+    state = replace(stopping(record, world), restart_reason=None, scale={"middle": 2})
     state.modules["middle.3"].state = written
     record.run.scale.unlink()
     world.finish(20)
@@ -408,7 +408,7 @@ def test_who_takes_over_after_the_change_leaves_out_who_is_inactive(
 def test_a_run_begins_with_what_was_wanted_before(
     world: Scaled, make: Make, record: Record
 ) -> None:
-    Scale(replicas={"middle": 3}, left={"middle": 2}).write(record.run.scale)
+    Scale(replicas={"middle": 3}, limits={"middle": 2}).write(record.run.scale)
     world.finish(20)
     assert make(1).run().phase == "finished"
     assert attempts(record, "middle.3") == [1]

@@ -36,7 +36,7 @@ def test_what_is_wanted(run: RunDir) -> None:
     assert wanted_replicas(run, {"b": 2}) == {"b": 2}
     Scale(replicas={"b": 3, "c": 4}).write(run.scale)
     assert wanted_replicas(run, {"b": 2}) == {"b": 3}
-    Scale(replicas={"b": 3}, balanced={"b": 4, "c": 4}, left={"c": 2}).write(run.scale)
+    Scale(replicas={"b": 3}, balanced={"b": 4, "c": 4}, limits={"c": 2}).write(run.scale)
     assert wanted_replicas(run, {"b": 2, "c": 1}) == {"b": 3, "c": 2}
     for damaged in ('{"replicas": {"b": 0}}', '{"replicas": [1]}', "{", "{}"):
         run.scale.write_text(damaged)
@@ -45,10 +45,10 @@ def test_what_is_wanted(run: RunDir) -> None:
 
 def test_a_change_of_what_is_wanted_is_told_once(run: RunDir) -> None:
     scaler, state = scaler_of(run, {"b": 2})
-    assert scaler.look() == state.wanted == {"b": 2}
+    assert scaler.look() == state.scale == {"b": 2}
     Scale(replicas={"b": 3}).write(run.scale)
     assert [scaler.look(), scaler.look()] == [{"b": 3}] * 2
-    assert RunState.read(run).taken_over().wanted == state.wanted == {"b": 3}
+    assert RunState.read(run).taken_over().scale == state.scale == {"b": 3}
     (event,) = read_lines(run.events)
     assert (event["event"], event["replicas"]) == ("scale_requested", {"b": 3})
 

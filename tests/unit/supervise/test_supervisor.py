@@ -18,7 +18,7 @@ from dni_runtime.files import read_json, write_json
 from dni_runtime.plan.plan import LaunchPlan, WorkerPlan
 from dni_runtime.plan.restarts import RestartPlan
 from dni_runtime.run.cuts import document_file
-from dni_runtime.run.documents.reports import Control, Report, Wanted
+from dni_runtime.run.documents.reports import Control, Order, Report
 from dni_runtime.run.documents.state import ModuleState, RunState
 from dni_runtime.run.record import Record
 from dni_runtime.schedulers.processes import Process
@@ -127,7 +127,7 @@ class FakeProcess:
         self.worker = worker
         self.pid = 1000 + len(world.processes)
         self.returncode: int | None = None
-        self.told: list[tuple[float, Wanted]] = []
+        self.told: list[tuple[float, Order]] = []
         self.killed_at: float | None = None
 
     def poll(self) -> int | None:
@@ -136,7 +136,7 @@ class FakeProcess:
     def look(self) -> None:
         """Read what is wanted; by default a worker obeys within a second."""
         module = self.worker.module
-        wanted = Control.read(self.world.record.run.control(module)).of(self.worker.attempt).wanted
+        wanted = Control.read(self.world.record.run.control(module)).of(self.worker.attempt).order
         if self.returncode is not None or wanted in ("run", *(word for _, word in self.told[-1:])):
             return
         self.told.append((round(self.world.now, 3), wanted))

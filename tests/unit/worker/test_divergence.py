@@ -13,9 +13,9 @@ import torch
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import DataError, DivergedError
 from dni_runtime.files import read_json
-from dni_runtime.run.documents.reports import Diverged
+from dni_runtime.run.documents.reports import DivergedValue
 from dni_runtime.run.rundir import RunDir
-from dni_runtime.worker.device import Copies, Fetched
+from dni_runtime.worker.device import Copies, HostCopy
 from dni_runtime.worker.divergence import Divergence
 from dni_runtime.worker.metrics import MetricsWriter
 from tests.unit.worker.test_metrics import workers
@@ -60,7 +60,7 @@ def test_a_gradient_that_only_teaches_is_left_out(make: Make, on_nan: str) -> No
     divergence, _, metrics = make(on_nan)
     assert divergence.may_learn(3, GOOD)
     assert not divergence.may_learn(4, BAD)
-    assert metrics.diverged == Diverged(batch=4, what="the gradient from 'b'", times=1)
+    assert metrics.diverged == DivergedValue(batch=4, what="the gradient from 'b'", times=1)
 
 
 def test_a_gradient_that_updates_the_module_stops_it(make: Make) -> None:
@@ -115,7 +115,7 @@ def test_what_happens_again_and_again_is_told_ever_less_often(make: Make) -> Non
 def test_a_loss_is_read_where_the_host_does_not_wait(make: Make) -> None:
     """A device computes it later, and the copy that is under way is read with the next batch."""
     divergence, _, _ = make("stop")
-    divergence._copies = SimpleNamespace(to_host=lambda loss: Fetched(loss.clone()))  # type: ignore[assignment]
+    divergence._copies = SimpleNamespace(to_host=lambda loss: HostCopy(loss.clone()))  # type: ignore[assignment]
     loss = torch.tensor(math.nan)
     divergence.note_loss(1, loss)
     loss.zero_()  # the device has gone on

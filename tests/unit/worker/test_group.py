@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dni_runtime.core.replication import Message
+from dni_runtime.core.replication import ReplicaMessage
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import DniError, UnavailableError, UsageError, WorkerError
 from dni_runtime.link import Marker
@@ -86,7 +86,7 @@ class Alone(Group):
         if self._error is not None:
             raise self._error
 
-    def mean(self, offer: Message) -> Message:
+    def mean(self, offer: ReplicaMessage) -> ReplicaMessage:
         assert self.goes_on.wait(10)
         return offer
 

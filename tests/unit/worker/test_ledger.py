@@ -11,24 +11,24 @@ import pytest
 
 from dni_runtime.errors import WorkerError
 from dni_runtime.run.rundir import RunDir
-from dni_runtime.worker.ledger import RECORD_BYTES, Counts, Ledger, Progress
+from dni_runtime.worker.ledger import RECORD_BYTES, Counts, Ledger, ModuleProgress
 
 
 def test_a_killed_worker_s_counts_are_found_again(tmp_path: Path) -> None:
     """It has closed nothing."""
     path = tmp_path / "a.json"
-    killed = Ledger(path, Progress())
+    killed = Ledger(path, ModuleProgress())
     for id in range(1, 11):
         killed.trained(id, 1 + id // 8, 32)
     killed.processed(11)
-    counts = Ledger.reopen(path, Progress(Counts(id=4, step=4))).progress.counts
+    counts = Ledger.reopen(path, ModuleProgress(Counts(id=4, step=4))).progress.counts
     assert (counts.id, counts.step, counts.samples) == (11, 10, 320)
     assert (counts.epoch, counts.epoch_batches) == (2, 3)
     killed.close()
 
 
 def test_each_batch_is_counted_once(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "a.json", Progress())
+    ledger = Ledger(tmp_path / "a.json", ModuleProgress())
     for id in (1, 2, 3, 2, 3, 4):
         ledger.trained(id, 1, 8)
     assert (ledger.progress.counts.step, ledger.progress.counts.epoch_batches) == (4, 4)
@@ -40,8 +40,10 @@ def test_each_batch_is_counted_once(tmp_path: Path) -> None:
 def test_a_restarted_module_is_behind_its_counts_for_a_while(tmp_path: Path) -> None:
     """Epochs end once each, even if an earlier attempt had the marker of one of them."""
     path = tmp_path / "a.json"
-    Ledger(path, Progress(Counts(id=9, step=7, samples=56, epoch=3))).close()
-    ledger = Ledger.reopen(path, Progress(Counts(id=4, step=4), id=4, epoch=2, epochs_ended=1))
+    Ledger(path, ModuleProgress(Counts(id=9, step=7, samples=56, epoch=3))).close()
+    ledger = Ledger.reopen(
+        path, ModuleProgress(Counts(id=4, step=4), id=4, epoch=2, epochs_ended=1)
+    )
     progress = ledger.progress
     assert (progress.id, progress.epoch, progress.step, progress.samples) == (4, 2, 7, 56)
     ledger.at(5, 2)
@@ -59,7 +61,7 @@ def test_a_restarted_module_is_behind_its_counts_for_a_while(tmp_path: Path) -> 
 def test_without_a_newer_record_the_checkpoint_counts(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(content)
-    ledger = Ledger.reopen(path, Progress(Counts(id=7, step=5)))
+    ledger = Ledger.reopen(path, ModuleProgress(Counts(id=7, step=5)))
     assert (ledger.progress.counts.id, ledger.progress.counts.step) == (7, 5)
     ledger.close()
     assert path.stat().st_size == RECORD_BYTES
@@ -68,7 +70,7 @@ def test_without_a_newer_record_the_checkpoint_counts(tmp_path: Path, content: b
 def test_a_folder_that_is_gone_does_not_end_training(tmp_path: Path) -> None:
     (tmp_path / "ledger").mkdir()
     path = tmp_path / "ledger" / "a.json"
-    ledger = Ledger(path, Progress())
+    ledger = Ledger(path, ModuleProgress())
     ledger._path = tmp_path / "none" / "a.json"
     ledger.close()
     ledger.trained(1, 1, 8)
@@ -78,7 +80,7 @@ def test_a_folder_that_is_gone_does_not_end_training(tmp_path: Path) -> None:
 def test_without_a_record_a_module_does_not_take_its_place(tmp_path: Path) -> None:
     """Whoever is started after it could not know that it had."""
     with pytest.raises(WorkerError, match="cannot be written"):
-        Ledger(tmp_path / "none" / "a.json", Progress())
+        Ledger(tmp_path / "none" / "a.json", ModuleProgress())
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\0" * 10])
@@ -91,7 +93,7 @@ def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, content: bytes | N
 
 def test_others_read_a_record_while_it_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    ledger = Ledger(path, Progress())
+    ledger = Ledger(path, ModuleProgress())
     ledger.trained(1, 1, 8)
     counted = Counts(id=1, step=1, samples=8, epoch=1, epoch_batches=1, attempt=1)
     assert Counts.read(path) == counted
@@ -102,7 +104,7 @@ def test_others_read_a_record_while_it_is_kept(tmp_path: Path) -> None:
 def test_an_evaluation_goes_on_where_it_was(tmp_path: Path, numbers: int) -> None:
     """Its sums are as many as a metric keeps; the record that tells of them stays one page."""
     path = tmp_path / "a.json"
-    ledger = Ledger(path, Progress())
+    ledger = Ledger(path, ModuleProgress())
     for id in range(1, 4):
         ledger.keep_evaluation({"sums": [id] * numbers})
         ledger.processed(id)
@@ -112,7 +114,7 @@ def test_an_evaluation_goes_on_where_it_was(tmp_path: Path, numbers: int) -> Non
         ledger._without_evaluation()
         ledger.progress.counts.id = 3
     assert path.stat().st_size == RECORD_BYTES
-    found = Ledger.reopen(path, Progress()).progress.counts
+    found = Ledger.reopen(path, ModuleProgress()).progress.counts
     assert (found.id, found.evaluation) == (3, {"sums": [3] * numbers})
     ledger.keep_evaluation(None)
     ledger.processed(4)
@@ -128,5 +130,5 @@ def test_a_ledger_that_is_another_file(link: Callable[[Path, Path], None], tmp_p
     link(mine, path := run.ledger("wide.3"))
     for begin in (Ledger, Ledger.reopen):
         with contextlib.suppress(WorkerError):
-            begin(path, Progress(Counts(id=5))).close()
+            begin(path, ModuleProgress(Counts(id=5))).close()
         assert mine.read_text() == text

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from dni_runtime.core.evaluation import Evaluation
+from dni_runtime.core.evaluation import EvaluationSums
 from dni_runtime.core.interfaces import LateSignal
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import StoppedError
@@ -241,7 +241,7 @@ def test_all_fields_of_the_schema_are_written_and_no_others(worker: Worker) -> N
 
 
 def test_an_evaluation_is_told_and_shown(worker: Worker) -> None:
-    evaluation = Evaluation.of(worker.step)
+    evaluation = EvaluationSums.of(worker.step)
     p = torch.tensor([[9.0, 0, 0], [9.0, 0, 0], [0, 0, 9.0], [0, 9.0, 0]])
     evaluation.add(p, Y)
     evaluation.add(p[:1], Y[:1])

@@ -509,7 +509,7 @@ def test_each_module_upstream_finds_the_address_made_for_it(
 ) -> None:
     """Of a module with several inputs; its public key comes with them, if links are encrypted."""
     world = make_world("tail")
-    keys: Any = SimpleNamespace(own=SimpleNamespace(public=KEY))
+    keys: Any = SimpleNamespace(pair=SimpleNamespace(public=KEY))
     spec = world.spec.model_copy(update={"links": LinksSpec(security="curve")})
     publish(world.run, spec, 1, {"side": THERE, "stem": HERE}, keys)
     for module, address in (("side", THERE), ("stem", HERE)):

@@ -15,7 +15,7 @@ from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.spec.replicas import with_replicas, workers_of
 from dni_runtime.worker import checkpoint, resume
-from dni_runtime.worker.ledger import Counts, Ledger, Progress
+from dni_runtime.worker.ledger import Counts, Ledger, ModuleProgress
 from dni_runtime.worker.options import load_spec
 from dni_runtime.worker.resume import Start, begin, document
 from dni_runtime.worker.start import WorkerStart
@@ -76,7 +76,7 @@ def write(
     again = (cut - 1, Position(epoch=2, batch=8, step=10)) if spec.head else None
     tensors, own = checkpoint.snapshot(made)
     tensors["random.device"] = torch.zeros(16, dtype=torch.uint8)  # as if it ran on a GPU
-    progress = Progress(counts, id=cut, epoch=2, epochs_ended=1)
+    progress = ModuleProgress(counts, id=cut, epoch=2, epochs_ended=1)
     own |= document(progress, over=False, position=position, again=again)
     writer = checkpoint.CheckpointWriter(run, spec.module, ALL, 2, failed)
     writer.write(cut, tensors, own)
@@ -275,7 +275,7 @@ def test_a_ledger_of_an_earlier_start_says_nothing_of_this_one(
     monkeypatch.setattr(resume, "_LAG_S", 0.1)
     write_all(run, "b", 2)
     spec = replicas("b", 3)[2]
-    Ledger(run.ledger("b.3"), Progress(Counts(id=25, step=20)), attempt=3).close()
+    Ledger(run.ledger("b.3"), ModuleProgress(Counts(id=25, step=20)), attempt=3).close()
     found = started(run, spec, attempt=5)
     assert (found.start.again, found.counts.step, found.weight) == (False, 0, 10.0)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dni_runtime.link import Batch, Drained, Event, Gradient, LinkCounters, Marker, Request
+from dni_runtime.link import Batch, Drain, Event, Gradient, LinkCounters, Marker, StreamRequest
 from dni_runtime.link.window import ReceiveOrder
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.fanout import Fanout
@@ -254,7 +254,7 @@ class Below:
     def receive(self) -> list[Event]:
         events, self.events = self.events, []
         for event in events:
-            if isinstance(event, Drained):
+            if isinstance(event, Drain):
                 self.drained = event.id
         return events
 
@@ -274,9 +274,9 @@ def come(output: Fanout) -> list[tuple[int, float] | str | int]:
         match event:
             case Gradient(id, g):
                 found.append((id, float(g[0, 0])))
-            case Request(what):
+            case StreamRequest(what):
                 found.append(what)
-            case Drained(id):
+            case Drain(id):
                 found.append(id)
     return found
 
@@ -284,7 +284,7 @@ def come(output: Fanout) -> list[tuple[int, float] | str | int]:
 def test_the_gradient_is_the_sum() -> None:
     a, b = Below(), Below()
     output = fanout(a, b)
-    a.events = [gradient(1, 1.0), gradient(2, 2.0), Request("checkpoint")]
+    a.events = [gradient(1, 1.0), gradient(2, 2.0), StreamRequest("checkpoint")]
     assert come(output) == ["checkpoint"]
     b.events = [gradient(1, 10.0)]
     assert come(output) == [(1, 11.0)]
@@ -295,7 +295,7 @@ def test_a_batch_that_one_module_has_lost_is_given_up() -> None:
     a, b = Below(), Below()
     output = fanout(a, b)
     a.events = [gradient(1, 1.0)]
-    b.events = [Drained(2)]
+    b.events = [Drain(2)]
     assert come(output) == [1]
     assert output.drained == 2
     a.events = [gradient(2, 2.0), gradient(3, 3.0)]
@@ -307,16 +307,16 @@ def test_a_batch_that_one_module_has_lost_is_given_up() -> None:
 def test_gradients_that_come_before_the_end_are_not_given_up() -> None:
     a, b = Below(), Below()
     output = fanout(a, b)
-    a.events = [gradient(1, 1.0), Drained(2)]
+    a.events = [gradient(1, 1.0), Drain(2)]
     assert come(output) == []
-    b.events = [gradient(1, 10.0), Drained(2)]
+    b.events = [gradient(1, 10.0), Drain(2)]
     assert come(output) == [(1, 11.0), 2]
 
 
 def test_who_gets_only_inputs_of_the_data_sends_no_gradients() -> None:
     a, data = Below(), Below(teaches=False)
     output = fanout(a, data)
-    a.events, data.events = [gradient(1, 1.0)], [Drained(9), Request("end")]
+    a.events, data.events = [gradient(1, 1.0)], [Drain(9), StreamRequest("end")]
     assert come(output) == ["end", (1, 1.0)]
     assert output.drained == 0
 
@@ -347,9 +347,9 @@ def test_a_batch_goes_to_one_replica_and_its_gradient_comes_from_there() -> None
     odd.events, even.events = [gradient(1, 1.0)], [gradient(2, 2.0)]
     skip.events = [gradient(1, 10.0), gradient(2, 20.0)]
     assert come(output) == [(1, 11.0), (2, 22.0)]
-    odd.events, skip.events = [Drained(9)], [Drained(9)]
+    odd.events, skip.events = [Drain(9)], [Drain(9)]
     assert come(output) == [], "the other replica may still send gradients"
-    even.events = [Drained(9)]
+    even.events = [Drain(9)]
     assert come(output) == [9]
 
 

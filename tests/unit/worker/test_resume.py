@@ -10,7 +10,7 @@ from dni_runtime.errors import DamagedError
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.worker import checkpoint, resume
-from dni_runtime.worker.ledger import Counts, Ledger, Progress
+from dni_runtime.worker.ledger import Counts, Ledger, ModuleProgress
 from dni_runtime.worker.resume import Start, begin, document, forget_later
 from dni_runtime.worker.stream import Position
 from tests.specs import float32, int64, linear, specs_of
@@ -32,7 +32,7 @@ def write(run: RunDir, spec: WorkerSpec, *, cut: int = 0, snapshot: int = 0, ste
     made = ModuleStep(spec)
     with torch.no_grad():
         next(made.layers.parameters()).fill_(cut or snapshot)
-    progress = Progress(Counts(id=cut or snapshot, step=step), epoch=2)
+    progress = ModuleProgress(Counts(id=cut or snapshot, step=step), epoch=2)
     position = Position(epoch=2, batch=step) if spec.head else None
     again = (cut or snapshot, Position(epoch=2, batch=step - 1)) if spec.head else None
     tensors, own = checkpoint.snapshot(made)
@@ -104,7 +104,7 @@ def test_one_that_died_before_it_had_begun_begins_with_the_others(
     spec = workers()[1]
     write(run, spec, cut=10, step=8)
     write(run, spec, cut=20, step=18)
-    Ledger(run.ledger("b"), Progress(Counts(id=25)), attempt=3).close()  # of the start before
+    Ledger(run.ledger("b"), ModuleProgress(Counts(id=25)), attempt=3).close()  # of the start before
     found, _, weight = start(run, spec, "10", attempt=5, first=4)
     assert (found.again, weight) == (False, 10.0)
 
@@ -174,7 +174,7 @@ def test_the_head_goes_back_to_what_it_may_have_to_send_again(run: RunDir) -> No
 def test_a_schedule_of_batches_catches_up(run: RunDir) -> None:
     spec = workers()[1]
     write(run, spec, snapshot=17, step=15)
-    Ledger(run.ledger("b"), Progress(Counts(id=21, step=18))).close()
+    Ledger(run.ledger("b"), ModuleProgress(Counts(id=21, step=18))).close()
     step = ModuleStep(spec)
     (schedule,) = step.optimization.schedules
     _, ledger = begin("own", spec, run, step, ["a", "b", "c"])

@@ -21,7 +21,7 @@ from dni_runtime.spec.replicas import with_replicas, workers_of
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker import head as head_module
 from dni_runtime.worker.head import Head
-from dni_runtime.worker.ledger import Counts, Ledger, Progress
+from dni_runtime.worker.ledger import Counts, Ledger, ModuleProgress
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.rounds import Insertion, Rounds
@@ -64,7 +64,7 @@ class Site:
         stream = Stream(source, spec.head, start.position, shared=len(self.specs) > 1)
         metrics = MetricsWriter(self.run, spec, 1)
         path = self.run.ledger(spec.module)
-        with closing(Ledger(path, Progress(Counts(id=counted)))) as ledger:
+        with closing(Ledger(path, ModuleProgress(Counts(id=counted)))) as ledger:
             return Head(stream, start=start, ledger=ledger, metrics=metrics, output=None)
 
     def over(self, number: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.worker import saver
-from dni_runtime.worker.ledger import Progress
+from dni_runtime.worker.ledger import ModuleProgress
 from dni_runtime.worker.saver import SNAPSHOT_SHARE, StateSaver
 
 EVERY_S = 10.0
@@ -35,7 +35,7 @@ class World:
     now_s: float = 100.0
     copy_s: float = 0.0
     writer: Writer = field(default_factory=Writer)
-    progress: Progress = field(default_factory=lambda: Progress(id=5, epoch=2))
+    progress: ModuleProgress = field(default_factory=lambda: ModuleProgress(id=5, epoch=2))
     step: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(
             finite=True, spec=SimpleNamespace(snapshot_s=EVERY_S)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dni_runtime.core.evaluation import Evaluation
+from dni_runtime.core.evaluation import EvaluationSums
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.data import describe
 from dni_runtime.link import Marker
@@ -20,7 +20,7 @@ from dni_runtime.spec.replicas import with_replicas, workers_of
 from dni_runtime.wire import Mark
 from dni_runtime.worker import shares
 from dni_runtime.worker.evaluations import Evaluations
-from dni_runtime.worker.ledger import Counts, Ledger, Progress
+from dni_runtime.worker.ledger import Counts, Ledger, ModuleProgress
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 
@@ -51,7 +51,7 @@ class Replica:
         self.step = ModuleStep(spec)
         metrics = MetricsWriter(run, spec, 1)
         counts = Counts.read(run.ledger(spec.module)) or Counts(step=spec.replica)
-        self.ledger = Ledger(run.ledger(spec.module), Progress(counts))
+        self.ledger = Ledger(run.ledger(spec.module), ModuleProgress(counts))
         metrics.progress = self.ledger.progress
         self.evaluations = Evaluations(self.step, metrics, self.ledger, Start(begun=begun))
         self.metrics = metrics
@@ -76,7 +76,7 @@ def test_the_first_replica_reports_what_all_have_counted(run: RunDir) -> None:
             return made
 
         first, second, third = map(started, tails())
-        whole = Evaluation.of(first.step)
+        whole = EvaluationSums.of(first.step)
         for number, (h, y) in enumerate(batches):
             whole.add(h, y)
             (first, second)[number % 2].evaluations.add(h, y)

@@ -9,7 +9,7 @@ import torch
 
 from dni_runtime.core.replication import Sync, build_compression
 from dni_runtime.core.replication.compression import Differences, words_of
-from dni_runtime.core.replication.shared import Message
+from dni_runtime.core.replication.shared import ReplicaMessage
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError, WireError
 from dni_runtime.spec import Choice
@@ -124,20 +124,24 @@ def message(flags: int, payload: int = 0, weight: float = 1.0) -> torch.Tensor:
 def test_a_message_is_checked(words: torch.Tensor, reason: str) -> None:
     compression = build_compression(Choice(name="bfloat16"), [(10,)])
     with pytest.raises(WireError, match=reason) as found:
-        Message.read(words, 10, compression)
+        ReplicaMessage.read(words, 10, compression)
     assert found.value.reason == "body"
     with pytest.raises(WireError, match="not compressed here"):
-        Message.read(message(3, 5), 10, None)
+        ReplicaMessage.read(message(3, 5), 10, None)
 
 
 def test_a_message_is_read_again() -> None:
     compression = build_compression(Choice(name="bfloat16"), [(10,)])
     x = torch.randn(10)
-    for one in (Message(x, 3.0, tag=5), Message(asks=True), Message(x, 1.0, compression.pack(x))):
-        again = Message.read(one.words(), 10, compression)
+    for one in (
+        ReplicaMessage(x, 3.0, tag=5),
+        ReplicaMessage(asks=True),
+        ReplicaMessage(x, 1.0, compression.pack(x)),
+    ):
+        again = ReplicaMessage.read(one.words(), 10, compression)
         assert (again.weight, again.tag, again.asks) == (one.weight, one.tag, one.asks)
         assert (again.row is None) == (one.row is None)
-    assert torch.equal(Message.read(Message(x).words(), 10, None).row, x)  # type: ignore[arg-type]
+    assert torch.equal(ReplicaMessage.read(ReplicaMessage(x).words(), 10, None).row, x)  # type: ignore[arg-type]
     assert len(words_of(torch.zeros(5, dtype=torch.uint8))) == 2
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dni_runtime.core.replication import Message, Sync
+from dni_runtime.core.replication import ReplicaMessage, Sync
 from dni_runtime.core.replication.strategies import ParameterServer
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
@@ -22,7 +22,7 @@ def progress(step: ModuleStep, id: int) -> Tensor:
     return shared(step).row() - before
 
 
-def push(step: ModuleStep, id: int, *, full: bool = False) -> Message:
+def push(step: ModuleStep, id: int, *, full: bool = False) -> ReplicaMessage:
     words = shared(step).offer(Sync(id, full)).words()
     return shared(step).read(words)
 
@@ -46,7 +46,7 @@ def test_what_is_pushed_is_added_and_progress_since_is_kept(strategy: str, scale
     shared(server).apply(offer, 0, 2)
     wanted += scale * first
     assert torch.allclose(shared(server).row(), wanted, atol=1e-6)
-    answer = Message(shared(server).row())
+    answer = ReplicaMessage(shared(server).row())
     since = progress(one, 3)  # while the answer is on its way
     more = progress(server, 3)
     wanted += more
@@ -62,7 +62,7 @@ def test_what_is_pushed_is_added_and_progress_since_is_kept(strategy: str, scale
     wanted += scale * (late + since)
     assert torch.allclose(shared(server).row(), wanted, atol=1e-6)
     for step in (one, other):
-        shared(step).take(Message(shared(server).row()))
+        shared(step).take(ReplicaMessage(shared(server).row()))
     assert torch.equal(shared(other).row(), shared(server).row())
     assert torch.equal(shared(one).row(), shared(server).row()), "in every bit, at a full point"
     assert push(one, 5, full=True).waits

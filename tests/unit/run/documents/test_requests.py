@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.run.documents.requests import Requested, Scale, Stop
+from dni_runtime.run.documents.requests import MarkRequest, Scale, Stop
 from dni_runtime.run.lines import LineReader
 
 
@@ -28,7 +28,7 @@ def test_what_is_damaged_asks_for_nothing(tmp_path: Path, text: str) -> None:
 def test_requested_markers_are_lines(tmp_path: Path) -> None:
     path = tmp_path / "marks.jsonl"
     path.write_text('{"id": 4\n')  # a full disk
-    lines = [Requested(id=5, mark=8, samples=(10, 2, None)), Requested(id=9, mark=0)]
+    lines = [MarkRequest(id=5, mark=8, samples=(10, 2, None)), MarkRequest(id=9, mark=0)]
     for line in lines:
         line.append(path)
-    assert list(LineReader(path, Requested.parse).new()) == lines
+    assert list(LineReader(path, MarkRequest.parse).new()) == lines
