@@ -207,7 +207,7 @@ class Section:
                     queue += (change for change in changes if trace.number(change) <= last)
         places = {node: number for number, node in enumerate(trace.graph.nodes)}
         ordered = sorted(needed, key=lambda node: places[node])
-        again = [node for node in ordered if node.op == "call_function" and node in trace.free]
+        recomputed = [node for node in ordered if node.op == "call_function" and node in trace.free]
         placeholders = [node for node in ordered if node.op == "placeholder"]
         data = [trace.data.index(node.name) for node in placeholders if node.name in trace.data]
         takes = [node for node in ordered if node.op != "placeholder" and node not in trace.free]
@@ -216,7 +216,7 @@ class Section:
             data=sorted(data) if takes or data else [0],  # for the batch's size
             tensors=[node for node in placeholders if node.name not in trace.data],
             gives=gives,
-            operations=sorted([*operations, *again], key=lambda node: places[node]),
+            operations=sorted([*operations, *recomputed], key=lambda node: places[node]),
         )
 
     @property

@@ -73,7 +73,7 @@ class WorkerPlan(WorkerStart):
         transport = None if self.transport is None else "tcp"  # a head has no link from upstream
         return replace(self, node=node, transport=transport)
 
-    def again(self, attempt: int, *, resume: str | None = None) -> WorkerPlan:
+    def restarted(self, attempt: int, *, resume: str | None = None) -> WorkerPlan:
         """Return the plan of the worker's next start.
 
         ``resume`` is where the whole chain starts (``worker/resume.py``); None: only this worker

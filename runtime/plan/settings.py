@@ -1,4 +1,4 @@
-"""What a run is started with, and the plan that follows from it and the chain (pure)."""
+"""Settings of a start, and the plan that follows from them and the chain (pure)."""
 
 from __future__ import annotations
 

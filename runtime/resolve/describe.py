@@ -1,7 +1,7 @@
 """Layers as a chain file names them, from modules that exist in this process.
 
-Workers build a module anew, by its classes and their arguments, and load its state dict. So it is
-built here once, and compared with the one that exists, as a whole: what the state dict does not
+Workers build a module by its classes and their arguments, and load its state dict. So it is built
+here once, and compared with the one that exists, as a whole: what the state dict does not
 bring along and the constructors do not make must not differ. Frozen parameters are named.
 """
 
@@ -33,7 +33,7 @@ _ELSEWHERE = {"device", "dtype"}
 
 _INTERNAL = frozenset(vars(nn.Module()))
 
-_ANEW = "workers build it from its class and arguments, and load its state dict"
+_HOW = "workers build it from its class and arguments, and load its state dict"
 
 
 class ModuleDescription(NamedTuple):
@@ -137,7 +137,7 @@ def _check_same(built: nn.Module, original: nn.Module) -> None:
         shown = f"{what} of {place!r}" if place else f"{what} of the module"
         raise SpecError(
             f"{shown.lstrip('.')} is {_shown(value)}, but {_shown(other)} in what workers build",
-            hint=f"{_ANEW}: make it so in the __init__ of a class of your own, or by an argument "
+            hint=f"{_HOW}: make it so in the __init__ of a class of your own, or by an argument "
             "that is kept in an attribute of its name. If forward has changed it, describe a new "
             "module with this one's state dict",
         )
@@ -263,7 +263,7 @@ def import_path(cls: Callable[..., Any], folder: Path) -> str:
     if module is not None and not hasattr(module, cls.__qualname__.partition(".")[0]):
         raise SpecError(
             f"workers cannot import {cls.__qualname__!r}, which was made at run time",
-            hint=f"{_ANEW}: do that, such as a parametrization, in the __init__ of a class of "
+            hint=f"{_HOW}: do that, such as a parametrization, in the __init__ of a class of "
             "your own",
         )
     file = Path(inspect.getfile(cls)).resolve()

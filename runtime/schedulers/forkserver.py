@@ -33,8 +33,8 @@ from dni_runtime.schedulers.child import kill_session
 from dni_runtime.worker import __main__ as worker
 
 READY_S = 20.0
-"""Seconds to wait until everything is imported: others would take a silent supervisor for dead
-(``run/lease.py``). Meanwhile workers are started without the server."""
+"""The longest wait for the fork server, in seconds. After that the supervisor's lease would run out
+(``run/lease.py``), and workers are started without the server."""
 
 _END_S = 5.0
 _ANSWER_S = 10.0

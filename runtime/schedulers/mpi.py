@@ -65,7 +65,7 @@ class Mpi(Scheduler):
         return worker_argv(replace(worker, module="", ipc="", attempt=1))
 
     def check(self, plan: LaunchPlan) -> None:
-        """Refuse to start it: that is for ``mpirun``; the error shows the command."""
+        """Always raises: ``mpirun`` starts these workers. The error shows the command."""
         raise UsageError(
             "this run is started by mpirun or srun, on the hosts that they choose, not by dnictl",
             hint=f"continue it with: {mpirun_command(plan)}",

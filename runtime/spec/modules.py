@@ -177,8 +177,8 @@ class ModuleSpec(ModuleDefaults):
     # one argument for each.
     inputs: Annotated[tuple[Input, ...], Field(min_length=1)] | None = None
     layers: Annotated[tuple[LayerSpec, ...], Field(min_length=1)]
-    # Number of its workers, which take the batches in turn, and of which some may be lost; or
-    # ``start`` and ``most`` of them, if ``dnictl scale`` may change that; or ``auto``.
+    # How many workers it has; they take the batches in turn. ``{start, most}`` if ``dnictl scale``
+    # may change the number; ``auto`` lets the runtime choose.
     replicas: Annotated[
         Annotated[int, Field(ge=1, le=64), Tag(f"{TAG}number")]
         | Annotated[ElasticSpec, Tag(f"{TAG}elastic")],

@@ -38,7 +38,7 @@ def predicting(modules: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
             number=next(numbers),
             tensor=None,
             data=data,
-            samples=tuple(samples[one] for one in data),
+            samples=tuple(samples[number] for number in data),
             **_PREDICTS,
         )
 
@@ -53,7 +53,7 @@ def predicting(modules: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
     links = head.links.model_copy(update={"window": _window(modules)})
     served = []
     for module in modules:
-        data = tuple(one for edge in module.sources for one in edge.data)
+        data = tuple(number for edge in module.sources for number in edge.data)
         data = module.head.takes if module.head is not None else data
         sources = [_activations(edge) for edge in module.sources if edge.tensor is not None]
         sources += [inputs(module, data)] if data else []

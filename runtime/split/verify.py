@@ -30,7 +30,7 @@ _NOISE = 1e-6
 
 _HINT = (
     "only operations on tensors are traced: no hooks, no draws of Python or numpy, no numbers that "
-    "change between calls; and what each construction draws anew belongs into 'register_buffer'. "
+    "change between calls; random numbers that the constructor draws belong in 'register_buffer'. "
     "If a view is changed in place after a cut: cut elsewhere with --at"
 )
 

@@ -38,7 +38,7 @@ class Exit:
     due: bool = False  # a restart of all modules is scheduled
     older_cut: bool = False  # there may be an older checkpoint to start from
     may_restart: bool = False  # the rules allow it (``plan/restarts.py``)
-    again: bool = False  # the same error has ended it at the same position before
+    repeated: bool = False  # the same error has ended it at the same position before
 
     def ending(self, *, stopping: bool) -> Ending:
         """Return how the worker has ended."""
@@ -56,7 +56,7 @@ def decide(worker: Exit, *, stopping: bool) -> Action:
     """Return what to do when a worker has exited; the first rule that applies decides."""
     ending = worker.ending(stopping=stopping)
     damaged = worker.exit_code == DamagedError.exit_code
-    may_restart = worker.reported and worker.may_restart and not worker.again
+    may_restart = worker.reported and worker.may_restart and not worker.repeated
     goes_on = not stopping
     rules = (
         (worker.due, Action.NOTHING),

@@ -91,7 +91,7 @@ class Mover:
         return None
 
     def take_place_of_last(self, name: str) -> None:
-        """Plan a replica where the last one of its module is, which will not be needed."""
+        """Plan a replica on the host of its module's last replica, which will not be needed."""
         module = module_of(name)
         last = self._pool.workers[f"{module}.{self._pool.replicas[module]}"]
         worker = self._pool.workers[name]

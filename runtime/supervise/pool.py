@@ -103,7 +103,7 @@ class WorkerPool:
         if self._plan.resume == AUTO:
             cut = self._newest_cut(None)
             for name, worker in self.workers.items():
-                self.workers[name] = worker.again(worker.attempt, resume=str(cut))
+                self.workers[name] = worker.restarted(worker.attempt, resume=str(cut))
         names = self._to_start(cut, counts)
         self.keep_plan()
         self._journal.write()
@@ -191,7 +191,7 @@ class WorkerPool:
         """
         worker, module = self.workers[name], self._modules[name]
         attempt = attempt or worker.attempt + 1
-        self.workers[name] = worker.again(attempt, resume=resume)
+        self.workers[name] = worker.restarted(attempt, resume=resume)
         self.keep_plan()
         if worker.attempt >= LOGS + 1:
             with contextlib.suppress(OSError):

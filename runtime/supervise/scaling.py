@@ -1,9 +1,9 @@
-"""How many replicas elastic modules have: what is wanted.
+"""The numbers of replicas of elastic modules that somebody requests, or that balance the chain.
 
 The number of replicas changes only when all workers start together. ``dnictl scale`` writes how
-many are wanted; that file stays, so it holds for later starts of the run, too. The supervisor then
-stops all workers at a common cut, and starts them there with the new numbers: the first ones of
-each module. If a replica cannot be restarted, or its host is lost and no other one has room, all
+many are requested; that file stays, so it holds for later starts of the run, too. The supervisor
+then stops all workers at a common cut, and starts them there with the new numbers: the first ones
+of each module. If a replica cannot be restarted, or its host is lost and no other one has room, all
 workers are started at the newest complete cut with one fewer, until somebody asks for more or the
 run is resumed.
 """
@@ -44,7 +44,7 @@ class Scaler:
         self._balance_s = time.monotonic() + BALANCE_S
 
     def look(self) -> dict[str, int]:
-        """Return how many replicas are wanted now, and record a change."""
+        """Return how many replicas are requested now, and record a change."""
         self._balance()
         state, scale = self._journal.state, Scale.peek(self._run.scale)
         if scale is None and state.scale:  # it cannot be read now
@@ -85,7 +85,7 @@ class Scaler:
 
 
 def wanted_replicas(run: RunDir, elastic: Mapping[str, int]) -> dict[str, int]:
-    """Return how many replicas are wanted of each elastic module."""
+    """Return how many replicas are requested of each elastic module."""
     return _counts(Scale.peek(run.scale), elastic)
 
 
@@ -98,7 +98,7 @@ def _counts(scale: Scale | None, elastic: Mapping[str, int]) -> dict[str, int]:
 
 
 def ask_for(run: RunDir, replicas: Mapping[str, int], *, balanced: bool = False) -> None:
-    """Write how many replicas are wanted of some modules; raises ``OSError``.
+    """Write how many replicas are requested of some modules; raises ``OSError``.
 
     ``balanced``: they are what balances the chain, and may follow it further.
     """

@@ -356,7 +356,7 @@ class Watchdog:
             if left_out or self.rule.moves(modules) > entry.moves:
                 del self._open[modules]
                 after_s = round(now_s - entry.since_s, 1)
-                self._journal.event("run_moves_again", module=modules[0], after_s=after_s)
+                self._journal.event("run_progressing", module=modules[0], after_s=after_s)
         self._show()
         return restart
 

@@ -262,7 +262,7 @@ class Supervisor:
             due=name in pool.due,
             older_cut=pool.may_fall_back(name),
             may_restart=self._backoff[name].allows(self._plan.restart, code, self._clock()),
-            again=code == DniError.exit_code
+            repeated=code == DniError.exit_code
             and self._backoff[name].repeats(report.error, report.id),
         )
         module.state = exited.ending(stopping=stopping)
@@ -275,7 +275,7 @@ class Supervisor:
             signal=module.signal,
         )
         self._record_findings(name, report)
-        how = how_it_ended(name, module, report.error) + (AGAIN if exited.again else "")
+        how = how_it_ended(name, module, report.error) + (AGAIN if exited.repeated else "")
         if restarting and self._stop_reason is None:
             if module.state == "failed":  # the others cannot get to the cut any more
                 self._kill_at = min(self._kill_at, self._clock() + _BROKEN_GRACE_S)
@@ -293,7 +293,7 @@ class Supervisor:
             case Action.RESTART:
                 self._restart_later(name, code, how_it_ended(name, module))
             case Action.FAIL:
-                self._fail(name, code, how, alike=exited.again or not exited.reported)
+                self._fail(name, code, how, alike=exited.repeated or not exited.reported)
             case Action.STOP:
                 self._stop(how)
 

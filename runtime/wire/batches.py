@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Which samples of the data a batch has, without naming them.
+    """A digest of the numbers of a batch's samples.
 
     The owner of the labels finds them by ``split`` and ``number``, and compares the rest with its
     own data.

@@ -31,7 +31,7 @@ from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.spec.named import module_of
 
 _LOOK_S = 0.05
-_TIMEOUT = timedelta(days=7)  # who is late is waited for; who is lost is the supervisor's business
+_TIMEOUT = timedelta(days=7)  # it must not time out: the supervisor decides which replica is lost
 _LOOPBACK = "lo"
 
 

@@ -18,7 +18,7 @@ def keep_freed_memory() -> None:
     """Have the C library keep freed memory, instead of giving it back to the kernel.
 
     Every batch takes and frees the same tensors. As glibc does it by default, the large ones come
-    from the kernel anew, a page fault and 4 KiB of zeros at a time: a tenth of the time of a
+    from the kernel each time, a page fault and 4 KiB of zeros at a time: a tenth of the time of a
     convolution's step. Nothing is changed where the environment tunes malloc itself, or where the C
     library is another one. (mallopt(3).)
     """

@@ -1,7 +1,7 @@
-"""Where markers go that are asked for: to the same ids in all replicas of the head.
+"""How the head's replicas agree on the id of a marker that nobody planned, such as a stop.
 
 The replicas of the head run the same stream, each for its own share of the batches. So a marker
-that is asked for while they run must get an id that none of them has passed. Each writes lines into
+that is requested while they run must get an id that none of them has passed. Each writes lines into
 a file of its own, which the others read. The first line of a *round* says what one of them wants,
 and the lowest id that it has not used; each other one adds its line when it sees that. Nobody uses
 the id of its own line, or a later one, before the round is complete. Then the marker gets the

@@ -51,7 +51,7 @@ def look(name: str, modules: Sequence[int]) -> tuple[list[str], list[str]]:
         with planning(spec, network, info, SplitRequest(batch_size=SAMPLES, loss=loss)) as plan:
             count = len(plan.costs.segments)
             for number in modules:
-                plan.wanted = SplitRequest(modules=number, batch_size=SAMPLES, loss=loss)
+                plan.request = SplitRequest(modules=number, batch_size=SAMPLES, loss=loss)
                 found = plan.best()
                 even = [round(count * k / number) for k in range(1, number)]
                 best = min(
@@ -63,7 +63,7 @@ def look(name: str, modules: Sequence[int]) -> tuple[list[str], list[str]]:
                     f"{slowest(plan, even)[0] / ours:.2f} |",
                     flush=True,
                 )
-            plan.wanted = SplitRequest(modules=2, batch_size=SAMPLES, loss=loss)
+            plan.request = SplitRequest(modules=2, batch_size=SAMPLES, loss=loss)
             places = [plan.best(), [round(count / 2)]]
             ends = [plan.costs.segments[end - 1].end for (end,) in places]
     return tuple([end.name] for end in ends if end is not None)  # type: ignore[return-value]

@@ -126,9 +126,9 @@ class Strategy(nn.Module):
         return agreed_P
 
     def other(self, replicas: int) -> int:
-        """Return how far on, in a circle of all, the one is whose row a replica takes.
+        """Return the distance, in the ring of all replicas, to the replica whose row is taken.
 
-        It is asked only if they have nothing in common.
+        Only for strategies without a common row.
 
         Args:
             replicas: Number of those that share, two or more.

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, SkipValidation
 from dni_runtime.run.documents.base import Document
 
 EventKind = Literal[
-    "run_started", "run_running", "run_adopted", "run_stalled", "run_moves_again", "run_stopping",
+    "run_started", "run_running", "run_adopted", "run_stalled", "run_progressing", "run_stopping",
     "run_ended", "worker_started", "worker_running", "worker_ended", "worker_restarting",
     "worker_killed", "worker_diverged", "worker_warning", "worker_moved", "restart_requested",
     "checkpoint_damaged", "node_lost", "scale_requested", "scaled", "replica_lost",

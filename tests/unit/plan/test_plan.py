@@ -172,7 +172,7 @@ def test_the_next_start_of_a_worker(
     chain: ChainSpec, workers: tuple[WorkerSpec, ...], site: Site
 ) -> None:
     worker = make_plan(StartRequest(chain, workers, SETTINGS, site)).workers[1]
-    again = worker.again(4)
+    again = worker.restarted(4)
     assert again == replace(worker, attempt=4, log="/runs/a b/logs/middle.4.log")
-    together = again.again(5, resume="78")
+    together = again.restarted(5, resume="78")
     assert (together.resume, together.first) == ("78", 5)

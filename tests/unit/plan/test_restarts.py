@@ -364,7 +364,7 @@ def test_a_checkpoint_that_was_asked_for_is_not_exchanged(
     world: World, record: Record, plan: LaunchPlan
 ) -> None:
     write_cuts(record.run, 100, 200)
-    chosen = tuple(worker.again(1, resume="200") for worker in plan.workers)
+    chosen = tuple(worker.restarted(1, resume="200") for worker in plan.workers)
     asked = replace(plan, workers=chosen, restart=RULES)
     world.exits(2, middle=72)
     state = Supervisor(record.run, asked, world, clock=world.clock, sleep=world.sleep).run()

@@ -31,7 +31,12 @@ TERM = 128 + signal.SIGTERM
         ({"exit_code": DAMAGED, "older_cut": True}, True, Action.FAIL, "failed"),
         ({"exit_code": DAMAGED}, False, Action.FAIL, "failed"),
         ({"exit_code": 137, "may_restart": True}, False, Action.RESTART, "failed"),
-        ({"exit_code": FAILED, "may_restart": True, "again": True}, False, Action.FAIL, "failed"),
+        (
+            {"exit_code": FAILED, "may_restart": True, "repeated": True},
+            False,
+            Action.FAIL,
+            "failed",
+        ),
         ({"exit_code": 137}, False, Action.FAIL, "failed"),
         ({"exit_code": 1, "may_restart": True, "reported": False}, False, Action.FAIL, "failed"),
         ({"exit_code": 137, "may_restart": True}, True, Action.FAIL, "failed"),

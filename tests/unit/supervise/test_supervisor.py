@@ -619,7 +619,7 @@ def test_one_that_ended_meanwhile_has_said_how(
 def test_one_that_died_meanwhile_is_started_again(
     world: World, record: Record, plan: LaunchPlan
 ) -> None:
-    again = plan.workers[1].again(4)
+    again = plan.workers[1].restarted(4)
     kept = replace(plan, workers=(plan.workers[0], again, plan.workers[2]))
     state = left(record, world, middle=ModuleState("running", attempt=4, restarts=3))
     write_json(record.run.worker("middle"), {"attempt": 4, "state": "running"})

@@ -93,10 +93,10 @@ def test_a_stall_is_told_and_is_over_when_it_moves(
     assert phases == ["starting", "running", "stalled", "running", "finished"]
     assert "'top' has been busy with one batch" in str(world.phases[2][1])
     assert [error for phase, error in world.phases if phase != "stalled"] == [None] * 4
-    told, over = happened(record, "run_stalled", "run_moves_again")
+    told, over = happened(record, "run_stalled", "run_progressing")
     assert (told["event"], told["module"]) == ("run_stalled", "top")
     assert "one batch" in told["reason"]
-    assert (over["event"], over["module"]) == ("run_moves_again", "top")
+    assert (over["event"], over["module"]) == ("run_progressing", "top")
     assert 15 < over["after_s"] < 25
     assert not happened(record, "worker_killed", "worker_restarting")
 
@@ -108,8 +108,8 @@ def test_what_has_stalled_is_restarted(
     world.exits(90, bottom=0, middle=0, top=0)
     assert supervise(on_stall="restart").phase == "finished"
     assert [event["event"] for event in happened(
-        record, "run_stalled", "worker_killed", "worker_restarting", "run_moves_again"
-    )] == ["run_stalled", "worker_killed", "worker_restarting", "run_moves_again"]  # fmt: skip
+        record, "run_stalled", "worker_killed", "worker_restarting", "run_progressing"
+    )] == ["run_stalled", "worker_killed", "worker_restarting", "run_progressing"]  # fmt: skip
     (killed,) = happened(record, "worker_killed")
     assert (killed["module"], killed["reason"].split(",")[0]) == ("middle", "on_stall: restart")
     assert world.processes["middle"].worker.attempt == 2
@@ -125,7 +125,7 @@ def test_restarts_of_what_stalls_again_are_limited(
     assert (state.phase, state.failed) == ("failed", "top")
     assert len(happened(record, "run_stalled")) == 3
     assert state.modules["top"].restarts == 2
-    assert not happened(record, "run_moves_again")
+    assert not happened(record, "run_progressing")
 
 
 def test_of_a_link_the_ends_take_turns(
@@ -139,7 +139,7 @@ def test_of_a_link_the_ends_take_turns(
     world.exits(120, bottom=0, middle=0, top=0)
     assert supervise(on_stall="restart").phase == "finished"
     assert [one["module"] for one in happened(record, "worker_killed")] == ["middle", "bottom"]
-    assert len(happened(record, "run_moves_again")) == 1
+    assert len(happened(record, "run_progressing")) == 1
 
 
 def test_the_stall_of_a_worker_that_is_left_out_is_over(record: Record, plan: LaunchPlan) -> None:
@@ -161,7 +161,7 @@ def test_the_stall_of_a_worker_that_is_left_out_is_over(record: Record, plan: La
     assert (phases[-1], state.error is not None) == ("stalled", True)
     state.modules["top"].state = "inactive"
     assert (look(300, "bottom", "middle"), state.error) == ("running", None)
-    told, over = happened(record, "run_stalled", "run_moves_again")
+    told, over = happened(record, "run_stalled", "run_progressing")
     assert told["module"] == over["module"] == "top"
 
 
