@@ -25,7 +25,7 @@ from dni_runtime.run.rundir import RunDir
 from dni_runtime.schedulers.child import session_of
 from dni_runtime.spec import ChainSpec
 from tests.conftest import eventually
-from tests.e2e.programs import Program
+from tests.e2e.programs import STAND_IN, STARTS, Program
 from tests.e2e.workers import Chain
 
 MODULES = ["bottom", "middle", "top"]
@@ -79,6 +79,12 @@ def need(program: str) -> str:
     """The path of a program that a test cannot do without."""
     path = shutil.which(program)
     return path if path is not None else missing(f"{program} is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in STARTS:
+        monkeypatch.setattr(module, "subprocess", STAND_IN)
 
 
 @pytest.fixture

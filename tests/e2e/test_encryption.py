@@ -9,8 +9,6 @@ import re
 import shutil
 import socket
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from dni_runtime.run import keys
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import parse_chain
 from tests.e2e.conftest import FOREVER, PAIR, Site, eventually, processes_of
+from tests.e2e.programs import Program
 from tests.e2e.workers import workers_of
 from tests.lines import read_lines
 
@@ -165,22 +164,14 @@ def test_modules_that_disagree_about_encryption(site: Site) -> None:
     spec["links"] |= {"security": "none", "connect_timeout_s": 5}
     own = site.folder / "bottom.json"
     own.write_text(json.dumps(spec))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "dni_runtime.worker", "--run", str(folder)),
-            *("--module", "bottom", "--spec", str(own)),
-        ],
-        cwd=site.folder,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 76, done.stderr
-    assert "cannot agree on encryption" in done.stderr
+    arguments = ["--run", str(folder), "--module", "bottom", "--spec", str(own)]
+    bottom = Program("dni_runtime.worker", arguments, site.folder, os.environ)
+    site.started.append(bottom)
+    _, err = bottom.communicate(timeout=60)
+    assert bottom.returncode == 76, err
+    assert "cannot agree on encryption" in err
     # "probably" if it was the one to end the handshake
-    assert re.search("it (probably )?requires encryption", done.stderr)
+    assert re.search("it (probably )?requires encryption", err)
     top.terminate()
     assert top.wait(30) == 75
 
@@ -197,15 +188,9 @@ def test_modules_without_a_shared_folder(site: Site) -> None:
         shutil.copy(runs[module].keys / f"{module}.pub", runs[other].keys)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    started = []
     for module, option in (("top", "--listen"), ("bottom", "--connect")):
-        command = [sys.executable, "-m", "dni_runtime.worker", "--run", str(runs[module].root)]
-        started.append(
-            subprocess.Popen(
-                [*command, "--module", module, option, address], stderr=subprocess.PIPE, text=True
-            )
-        )
-    site.started.extend(started)
-    for process in started:
+        arguments = ["--run", str(runs[module].root), "--module", module, option, address]
+        site.started.append(Program("dni_runtime.worker", arguments, site.folder, os.environ))
+    for process in site.started:
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
