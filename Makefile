@@ -24,7 +24,8 @@ test: system ## Run all tests, with real containers and, as root, a real Slurm o
 e2e: ## Run the tests with real workers, containers and Slurm
 	@$(MAKE) --no-print-directory test TESTS=tests/e2e
 
-nightly: ## Run what CI has no time for: experiments, hundreds of seeds, and mends that are taken out
+nightly: ## Run what CI has no time for: the whole demo, experiments, hundreds of seeds, and mends that are taken out
+	@$(MAKE) --no-print-directory demo
 	@$(MAKE) --no-print-directory test TESTS='$(BESIDE) tests/nightly'
 
 gpu: system ## Run the tests that need a GPU, here

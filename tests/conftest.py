@@ -53,11 +53,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, one test after the other: Slurm's and the simulation's."""
+    """Begin with the longest files: Slurm's, one after the other; unit tests come last."""
     for item in items:
         if item.get_closest_marker("slurm") is not None and not needs_slurm(item.nodeid):
             raise pytest.UsageError(f"it needs Slurm, so name it after that: {item.nodeid}")
-    items.sort(key=lambda item: (not needs_slurm(item.nodeid), "simulation" not in item.nodeid))
+    folders = ("tests/simulation", "tests/e2e", "tests/generated", "tests/integration")
+    items.sort(
+        key=lambda item: (
+            not needs_slurm(item.nodeid),
+            *(not item.nodeid.startswith(folder) for folder in folders),
+        )
+    )
 
 
 def eventually(

@@ -28,10 +28,10 @@ def test_compare(tmp_path: Path) -> None:
     (tmp_path / "chain.yaml").write_text(CHAIN)
     shell = Dnictl(tmp_path, {"OMP_NUM_THREADS": "1"})
     done = shell.run(
-        "compare", "--interfaces", "exact,synthetic,local,none", "--out", "c", "--threads", "1"
+        "compare", "--interfaces", "exact,synthetic,none", "--out", "c", "--threads", "1"
     )
     assert [line.split()[0] for line in done.stdout.splitlines()] == [
-        "method", "backprop", "exact", "synthetic", "local", "none",
+        "method", "backprop", "exact", "synthetic", "none",
     ]  # fmt: skip
     found = json.loads((tmp_path / "c" / "result.json").read_text())
     curves = {

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
-from importlib.resources import files
-from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
 from dni_runtime import load
-from dni_runtime.core.chain import Backprop
-from dni_runtime.data import describe, open_data
+from dni_runtime.data import open_data
 from dni_runtime.files import WORKER_FOLDERS
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.run.cuts import complete_cuts
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import load_chain
-from tests.e2e.conftest import Site, eventually, processes_of
+from tests.e2e.conftest import Dnictl, Site, eventually, processes_of
 from tests.lines import read_lines
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -102,13 +96,8 @@ class Block(Block):
 """
 
 
-def dnictl(folder: Path, *arguments: str, expect: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "dnictl", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=800,
-    )  # fmt: skip
-    assert done.returncode == expect, done.stderr
-    return done.stdout
+def dnictl(folder: Path, *arguments: str) -> str:
+    return Dnictl(folder).run(*arguments).stdout
 
 
 @pytest.fixture(scope="module")
@@ -203,40 +192,11 @@ def test_containers_see_only_what_they_need(
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_exact_is_backprop_on_the_demos_chain(
-    tool: Apptainer, fashion_mnist: Path, tmp_path: Path
-) -> None:
-    """50 steps of the demo's network on real data, in four containers and in this process."""
-    text = (files("dni_runtime.definitions") / "chains" / "fashion-cdni.yaml").read_text()
-    text = text.replace("  flatten: true\n", f"  flatten: true\n  path: {fashion_mnist}\n")
-    text, exact = re.subn(r"synthetic: {.*}\n", "exact\n", text)
-    assert exact == 1
-    text = text.replace("epochs: 15\n", f"epochs: 1\nsteps: 50\nimage: {{torch: torch=={TORCH}}}\n")
-    (tmp_path / "chain.yaml").write_text(text)
-    dnictl(tmp_path, "build")
-    dnictl(tmp_path, "up", "--backend", "apptainer")
-    dnictl(tmp_path, "export", "-o", "model.safetensors")
-    chain = load_chain(tmp_path / "chain.yaml")
-    reference = Backprop(worker_specs(chain, describe(chain.data, tmp_path)))
-    batches = open_data(chain.data, tmp_path, seed=chain.seed).train_batches(1)
-    for x_BX, y_BY in islice(batches, 50):
-        reference.train_batch(x_BX, y_BY)
-    trained = load(tmp_path / "model.safetensors").parameters()
-    pairs = list(zip(trained, reference.model.parameters(), strict=True))
-    assert len(pairs) == 14
-    assert max(float((a - b).detach().abs().max()) for a, b in pairs) < 1e-5
-
-
 def test_images_of_another_spec_are_refused(site: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(BLOCK)
     (tmp_path / "chain.yaml").write_text(CHAIN.replace("lr: 0.002", "lr: 0.004"))
-    done = subprocess.run(
-        [sys.executable, "-m", "dnictl", "up", "--backend", "apptainer",
-         "--images", str(site / "images")],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 65
-    assert "dnictl build" in done.stderr
+    up = ["up", "--backend", "apptainer", "--images", site / "images"]
+    assert "dnictl build" in Dnictl(tmp_path).run(*up, expect=65).stderr
     assert not (tmp_path / "runs").exists()
 
 

@@ -176,35 +176,6 @@ def test_neither_a_kill_nor_a_stop_changes_a_bit(site: Site) -> None:
     assert_same(run)
 
 
-def test_any_module_may_be_killed(site: Site) -> None:
-    """Its neighbours on both ways go on; every batch of every epoch is counted by all."""
-    path = write(site, DIAMOND % f", {PAUSES}", "mixed", epochs=16)
-    site.run("up", path, "--backend", "process", "-d")
-    run = Run.open(site.latest.root)
-    # Both ends at once: each waits for the other, and those between them for room.
-    for names in (["left"], ["top"], ["stem"], ["top", "stem"]):
-        step = run.status().modules[0].step or 0
-        eventually("training goes on", lambda s=step: (run.status().modules[0].step or 0) > s + 5)
-        before = RunState.read(site.latest).modules
-        for name in names:
-            os.kill(int(before[name].pid or 0), signal.SIGKILL)
-        for name in names:
-            eventually(
-                f"{name} is back",
-                lambda n=name, r=before[name].restarts: (
-                    RunState.read(site.latest).modules[n].restarts > r
-                ),
-            )
-    site.run("wait")
-    figures = run.status()
-    assert figures.state == "finished"
-    assert {one.step for one in figures.modules} == {16 * 22}
-    with backpropagation(run) as (reference, source):
-        right = [(reference.predict(x).argmax(1) == y).float() for x, y in source.eval_batches()]
-    assert figures.accuracy is not None
-    assert figures.accuracy > float(torch.cat(right).mean()) - 0.06
-
-
 def test_what_validate_shows(site: Site) -> None:
     path = write(site, TWO_INPUTS, "mixed", data='"pairs:Pairs"')
     found = site.json("validate", path)

@@ -47,7 +47,9 @@ modules:
     replicas: {ends}
     layers: [{{Linear: {{in_features: 64, out_features: 10}}}}]
 """  # noqa: E501
-WORKERS = [f"{module}.{one}" for module in ("bottom", "middle", "top") for one in (1, 2)]
+ENDS = re.sub(r"  - name: middle\n.*\n.*\n", "", CHAIN)
+"""The chain without its module in the middle."""
+WORKERS = [f"{module}.{one}" for module in ("bottom", "top") for one in (1, 2)]
 
 
 BOUND = "setpriv --pdeathsig TERM"
@@ -70,10 +72,11 @@ def mpirun(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 
 def write(folder: Path, epochs: int, links: str = "", *, ends: int = 1) -> Path:
-    """A chain of three modules, one of them twice, or all."""
+    """A chain of three modules, of which the one in the middle is there twice; or both ends are."""
     path = folder / "chain.yaml"
     torch = version("torch").split("+")[0]
-    path.write_text(CHAIN.format(epochs=epochs, links=links, torch=torch, ends=ends))
+    chain = CHAIN if ends == 1 else ENDS
+    path.write_text(chain.format(epochs=epochs, links=links, torch=torch, ends=ends))
     return path
 
 
@@ -157,7 +160,7 @@ def test_a_run_is_stopped_killed_and_continued(
 ) -> None:
     chain = write(site.folder, FOREVER, ends=2)
     printed = site.run("mpi", chain, "--backend", "process").stdout
-    assert printed.startswith("mpirun -n 6 ")
+    assert printed.startswith("mpirun -n 4 ")
     (site.folder / "train.sh").write_text(printed)
     assert states(site)["run"] == "new"
 
@@ -174,14 +177,14 @@ def test_a_run_is_stopped_killed_and_continued(
     for name in WORKERS:
         log = site.latest.log(name, 2).read_text()
         assert f"module {name} resumes at {stopped_at} of the stream" in log
-    victim = reports(site.latest)["middle.2"].pid
+    victim = reports(site.latest)["bottom.2"].pid
     assert victim is not None
     os.kill(victim, signal.SIGKILL)
     assert process.wait(60) not in (0, 75)
     eventually("the ranks have ended", lambda: states(site)["run"] != "stopping")
     figures = site.json("status")
     assert figures["state"] == "lost"
-    assert "middle.2" in figures["error"]
+    assert "bottom.2" in figures["error"]
 
     process = launch(site, launched)
     assert states(site)["run"] == "running"
@@ -200,40 +203,17 @@ def test_another_number_of_processes_is_refused(site: Site, mpirun: str) -> None
     assert "this process has no rank" in said
 
 
-@pytest.mark.apptainer
-def test_the_page(
-    tool: Apptainer, site: Site, mpirun: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """docs/mpi.md, as it stands: containers by the printed command, and by the one by hand."""
-    programs = f"{Path(tool.path).parent}:{Path(sys.executable).parent}"
-    monkeypatch.setenv("PATH", programs, prepend=os.pathsep)
-    write(site.folder, 6)
-    sh(site.folder, block("", 0))
-    figures = site.json("status")
-    assert (figures["state"], figures["backend"]) == ("finished", "apptainer")
-    assert figures["accuracy"] > 0.85
-    assert [module["state"] for module in figures["modules"]] == ["finished"] * 4
-    assert "epoch 6" in site.run("logs", "top").stdout
-
-    hand = block("", 1)
-    assert hand.startswith("mpirun -n 4 apptainer run ")
-    site.run("mpi", "chain.yaml", "--run-dir", "runs/b")
-    sh(site.folder, hand.replace("runs/a", "runs/b"))
-    assert site.json("status", "runs/b")["state"] == "finished"
-    assert not processes_of(site.folder)
-
-
 @pytest.mark.slurm
 @pytest.mark.apptainer
-@pytest.mark.parametrize(("kind", "hosts"), [("none", {"n1", "n2"}), ("pmix", {"n1"})])
-def test_the_page_in_a_slurm_job(
-    kind: str, hosts: set[str], tool: Apptainer, slurm: str, tmp_path: Path
-) -> None:
+def test_the_page_in_a_slurm_job(tool: Apptainer, slurm: str, tmp_path: Path) -> None:
     """Its script for Slurm: four ranks on two hosts, whose links are encrypted.
 
-    The two replicas, one on each, form a process group, which is not. PMIx's files lie in /tmp,
-    which the testbed's hosts share, so there it is for one host.
+    The two replicas, one on each, form a process group, which is not.
     """
+    train_in_a_job("none", {"n1", "n2"}, slurm, tmp_path)
+
+
+def train_in_a_job(kind: str, hosts: set[str], slurm: str, tmp_path: Path) -> None:
     write(tmp_path, 6, f"links: {{interface: {slurm}}}\nreplication: {{backend: gloo}}")
     dnictl = Dnictl(tmp_path)
     dnictl.run("build")

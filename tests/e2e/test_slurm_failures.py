@@ -93,15 +93,6 @@ def test_a_supervisor_is_killed_and_a_host_is_cut_off(dnictl: Dnictl, slurm: str
     assert len(events(root, "worker_ended")) == len(MODULES)
 
 
-def test_a_job_is_requeued_in_mid_epoch(dnictl: Dnictl, slurm: str) -> None:
-    """Without a word to the run, which goes on from its newest complete checkpoint."""
-    root, job = begin(dnictl, slurm)
-    assert run(["scontrol", "requeue", job]).returncode == 0
-    started_again(job)
-    figures = finished(dnictl, root)
-    assert (figures["attempt"], figures["job"]) == (2, job)
-
-
 def test_a_job_is_told_to_end_twice(dnictl: Dnictl, slurm: str) -> None:
     """What Slurm does before a time limit: the job takes a checkpoint and requeues itself."""
     root, job = begin(dnictl, slurm)

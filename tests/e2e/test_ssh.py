@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.files import read_json
-from dni_runtime.image.apptainer import SYSTEM_FOLDERS, Apptainer
+from dni_runtime.image.apptainer import SYSTEM_FOLDERS
 from dni_runtime.run.documents.state import RunState
 from tests.e2e.conftest import (
     FOREVER,
@@ -26,7 +26,6 @@ from tests.e2e.conftest import (
     run,
 )
 from tests.e2e.test_restarts import QUICK, goes_on, happened, is_back, steps
-from tests.e2e.test_slurm import build_images
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -142,21 +141,6 @@ def test_workers_and_connections_may_be_killed(site: Site, hosts: str) -> None:
     assert "stopped" in site.run("stop").stdout
     modules = site.json("status")["modules"]
     assert [module["state"] for module in modules] == ["stopped"] * 3
-
-
-@pytest.mark.apptainer
-def test_containers_on_two_hosts(tool: Apptainer, site: Site, hosts: str) -> None:
-    build_images(site.folder, "lo", "curve")
-    figures = site.json("up", "--hosts", hosts, "--backend", "apptainer")
-    assert (figures["state"], figures["backend"]) == ("finished", "apptainer")
-    assert figures["accuracy"] > 0.85
-    plan = read_json(site.latest.plan)
-    assert plan is not None
-    assert [(worker["node"], bool(worker["image"])) for worker in plan["workers"]] == [
-        ("a", True), ("b", True),
-    ]  # fmt: skip
-    assert "encrypted" in site.latest.log("top", 1).read_text()
-    assert not site.latest.keys.exists()
 
 
 def goes_on_now(site: Site) -> bool:

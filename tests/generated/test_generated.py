@@ -16,7 +16,7 @@ def drawn(ways: set[str], number: int) -> list[int]:
     return list(islice((seed for seed in count() if draw(seed).way in ways), number))
 
 
-SOME = [drawn({"modules"}, 20), drawn({"function", "network"}, 10)]
+SOME = [drawn({"modules"}, 6), drawn({"function", "network"}, 4)]
 
 
 @pytest.mark.parametrize("seeds", SOME, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
