@@ -25,6 +25,7 @@ def test_quick_commands_import_nothing_heavy(arguments: list[str], tmp_path: Pat
         capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True,
     )  # fmt: skip
     assert done.stderr.splitlines()[-1] == "[]"
+    assert ("_DNICTL_COMPLETE" in done.stdout) == (arguments == ["completion", "bash"])
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:

@@ -272,7 +272,10 @@ REFUSED = (
 )
 
 
-def test_a_run_of_somebody_else_is_read_and_not_executed(dnictl: Dnictl, foreign: Record) -> None:
+def test_a_run_of_somebody_else_is_read_and_not_executed(
+    dnictl: Dnictl, foreign: Record, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(folder))  # no Apptainer
     ended(foreign, "stopped", 75)
     write_cut(foreign, 8)
     foreign.run.log("top", 1).write_text("said\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -216,28 +215,6 @@ def written(record: Record) -> dict[Path, int]:
 ])  # fmt: skip
 def test_there_are_no_runs(command: tuple[str, ...], dnictl: Dnictl) -> None:
     check(dnictl(*command), 64, ["there are no runs in 'runs'"])
-
-
-def test_a_port_that_is_taken(dnictl: Dnictl, write_chain: WriteChain, folder: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        path = write_chain(("epochs: 2", f"epochs: 2\nlinks: {{transport: tcp, port: {port - 1}}}"))
-        result = dnictl("up", path, "--backend", "process")
-    check(result, 69, ["chain.yaml:5: links.port", str(port)])
-    assert not (folder / "runs").exists()
-
-
-def test_links_without_encryption_are_warned_about(dnictl: Dnictl, write_chain: WriteChain) -> None:
-    links = "links: {transport: tcp, interface: 127.0.0.1, security: none}"
-    path = write_chain(("epochs: 2", f"epochs: 2\n{links}"))
-    for command in (["validate", path], ["up", path, "--backend", "process", "--dry-run"]):
-        result = dnictl(*command)
-        assert result.code == 0
-        assert "warning: 'links.security: none': anyone who can reach '127.0.0.1'" in result.err
-    path = write_chain(("epochs: 2", f"epochs: 2\n{links.replace('none', 'curve')}"))
-    assert "security" not in dnictl("validate", path).err
 
 
 def test_cuda_without_a_gpu(

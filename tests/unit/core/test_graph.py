@@ -78,7 +78,7 @@ def batches(count: int, two: bool = False) -> list[tuple[Tensor | tuple[Tensor, 
 def test_true_gradients_are_backpropagation_bit_for_bit(name: str, interface: str) -> None:
     specs = workers(NETWORKS[name], interface)
     graph, reference = LocalChain(specs), Backprop(specs)
-    for x, y in batches(50, name == "two inputs"):
+    for x, y in batches(16, name == "two inputs"):
         graph.train_batch(x, y)
         reference.train_batch(x, y)
     for step, module in zip(graph.steps, reference.model, strict=True):
@@ -97,8 +97,8 @@ def test_true_gradients_are_backpropagation_bit_for_bit(name: str, interface: st
 )  # fmt: skip
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_interface_learns_at_every_output(name: str, interface: str) -> None:
-    graph = LocalChain(workers(NETWORKS[name], interface, optimizer="Adam: {lr: 0.01}"), delay=2)
-    losses = [graph.train_batch(x, y) for x, y in batches(120, name == "two inputs")]
+    graph = LocalChain(workers(NETWORKS[name], interface, optimizer="Adam: {lr: 0.03}"), delay=2)
+    losses = [graph.train_batch(x, y) for x, y in batches(50, name == "two inputs")]
     assert sum(losses[-20:]) < 0.6 * sum(losses[:5]) * 4
     for step in graph.steps[:-1]:
         assert step.counters.unpaired == 0

@@ -19,7 +19,7 @@ from tests.specs import float32, int64, specs_of
 TOKENS = float32(5, 8)
 CHAIN = """\
 name: tags
-defaults: {interface: %s, optimizer: {Adam: {lr: 0.01}}}
+defaults: {interface: %s, optimizer: {Adam: {lr: 0.02}}}
 metrics: [accuracy]
 modules:
   - name: a
@@ -100,7 +100,7 @@ def test_each_prediction_needs_a_token(shape: tuple[int, ...], axis: int | None)
 )
 def test_chains_with_a_label_per_token_learn(interface: str, layout: str) -> None:
     chain = LocalChain(workers(interface, layout), delay=2)
-    for x, y in batches(100):
+    for x, y in batches(40):
         chain.train_batch(x, y)
     found = evaluate(chain.predict, batches(5, seed=1), chain.steps[-1].spec)
     assert found["accuracy"] > 0.95

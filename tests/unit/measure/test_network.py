@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from dni_runtime.data import describe
-from dni_runtime.errors import WorkerError
 from dni_runtime.measure.network import lines_between, lines_of_chain, lines_within
-from dni_runtime.measure.peer import Peer
 from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
 from dni_runtime.spec.profile import ProfileSpec
@@ -59,10 +55,3 @@ def test_without_a_chain() -> None:
     ipc, tcp = lines_within("a", LinksSpec(transport="tcp", interface="ib0", port=5000))
     assert (ipc.links.transport, ipc.links.port) == ("ipc", None)
     assert (tcp.links.interface, tcp.links.security) == (None, "curve")
-
-
-def test_a_measuring_process_that_fails_says_why() -> None:
-    with Peer(["sh", "-c", "echo no place >&2; exit 1"]) as peer:
-        for _ in range(2):
-            with pytest.raises(WorkerError, match="failed: no place"):
-                _ = peer.key

@@ -23,6 +23,7 @@ from dni_runtime.run.documents.records import JobRecord
 from dni_runtime.run.rundir import socket_path
 from dni_runtime.schedulers import child
 from dni_runtime.schedulers.schedulers import SCHEDULERS
+from dni_runtime.schedulers.slurm import commands
 from dni_runtime.spec import ChainSpec, DataSpec, LinksSpec, WorkerSpec
 from dni_runtime.spec.profile import ProfileSpec
 from dni_runtime.worker.version import this_version
@@ -120,12 +121,9 @@ def _plain(document: Any) -> Any:
 
 
 @pytest.fixture
-def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job on two nodes."""
-    program = tmp_path / "scontrol"
-    program.write_text("#!/bin/sh\necho n1\necho n2\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(commands, "run_slurm", lambda argv: (0, "n1\nn2\n", ""))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setenv("DNI_SCRATCH", "/scratch/7")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from dataclasses import replace
@@ -71,48 +70,6 @@ def test_a_command_survives_two_shells(
     assert argv[-3:-1] == ["--", "user@b"]
     receive = [sys.executable, "-I", "-S", child.__file__, "receive"]
     assert shlex.split(argv[-1]) == [*receive, "env", "A=$HOME 'x' \"y\"", *on_node(worker)]
-
-
-SSH = """\
-#!/bin/sh
-for last; do :; done
-case "$*" in
-*" b "*) {b} ;;
-*) eval "$last" ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(
-    ("b", "problem"),
-    [
-        ('eval "$last"', None),
-        ("echo 'ssh: no route' >&2; exit 255", "host 'b' cannot be used: ssh: no route"),
-        ("exit 255", "host 'b' cannot be used: exit status 255"),
-        ("echo /some/python; exit 1", "host 'b' has no '/some/python'"),
-    ],
-)
-def test_hosts_are_checked(
-    chain: ChainSpec,
-    workers: tuple[WorkerSpec, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    b: str,
-    problem: str | None,
-) -> None:
-    """By a program ``ssh`` that knows two hosts: this one and ``b``."""
-    program = tmp_path / "bin" / "ssh"
-    program.parent.mkdir()
-    program.write_text(SSH.format(b=b))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
-    plan = plan_of(chain, workers, tmp_path, "a", "b")
-    if problem is None:
-        Ssh().check(plan)
-    else:
-        with pytest.raises(UnavailableError) as caught:
-            Ssh().check(plan)
-        assert caught.value.message == problem
 
 
 def test_without_ssh(

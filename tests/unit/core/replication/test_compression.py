@@ -152,21 +152,20 @@ def test_replicas_learn_by_compressed_rows(strategy: str, compression: str) -> N
     given = f"{strategy}, compression: {compression}, every: 4"
     steps = [ModuleStep(spec) for spec in replicas(given, 3)]
     plain = [ModuleStep(spec) for spec in replicas(f"{strategy}, every: 4", 3)]
+    for id in (1, 2, 3):
+        learn(plain[id % 3], id, torch.ones(8, 8), torch.ones(8, 6))
+    uncompressed = share(plain, 4)
     draw = torch.Generator().manual_seed(1)
     truth = torch.randn(8, 6, generator=draw)
-    for id in range(1, 321):
+    for id in range(1, 321 if compression == "powersgd" else 161):
         x = torch.randn(8, 8, generator=draw)
-        for some in (steps, plain):
-            learn(some[id % 3], id, x, x @ truth)
+        learn(steps[id % 3], id, x, x @ truth)
         if id % 4 == 0:
-            sent, before = share(steps, id), share(plain, id)
-            assert sent < 0.95 * before
+            assert share(steps, id) < 0.95 * uncompressed
             for step in steps[1:]:
                 assert torch.equal(shared(step).row(), shared(steps[0]).row())
     weight = steps[0].layers.state_dict()["0.weight"]
-    started = plain[0].layers.state_dict()["0.weight"]
-    distance = (weight - truth.T).norm() / truth.norm()
-    assert distance < 0.2, (distance, (started - truth.T).norm() / truth.norm())
+    assert (weight - truth.T).norm() / truth.norm() < 0.2
 
 
 def test_a_replica_with_another_base_says_so() -> None:

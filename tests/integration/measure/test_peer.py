@@ -1,0 +1,15 @@
+"""Processes that measure a line between two hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from dni_runtime.errors import WorkerError
+from dni_runtime.measure.peer import Peer
+
+
+def test_a_measuring_process_that_fails_says_why() -> None:
+    with Peer(["sh", "-c", "echo no place >&2; exit 1"]) as peer:
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="failed: no place"):
+                _ = peer.key

@@ -1,0 +1,47 @@
+"""What Slurm's programs do; they are scripts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import UnavailableError, UsageError
+from dni_runtime.schedulers.slurm.commands import UncertainError, node_shapes, submit
+
+
+def test_a_controller_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "sinfo"
+    program.write_text(
+        "#!/bin/sh\necho 'sinfo: error: a' >&2\necho 'sinfo: fatal: no source' >&2\nexit 1\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UnavailableError, match="sinfo failed: fatal: no source") as caught:
+        node_shapes(None)
+    assert "scontrol ping" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("squeue", "expected"),
+    [
+        ("echo '7 /other/job.sbatch'; echo '8 /run/job.sbatch'; echo '9 /run/job.sbatch'", "9"),
+        ("echo '8 /run/job.sbatch'", UsageError),
+        ("exit 1", UncertainError),
+    ],
+)
+def test_an_answer_that_comes_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, expected: object
+) -> None:
+    """The controller may have the job all the same; no controller is late when a test wants it."""
+    late = "echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1"
+    for name, body in {"sbatch": late, "squeue": squeue}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if isinstance(expected, type):
+        with pytest.raises(expected, match="Socket timed out"):
+            submit(Path("/run/job.sbatch"), former="8")
+    else:
+        assert submit(Path("/run/job.sbatch"), former="8") == expected
