@@ -275,7 +275,8 @@ REFUSED = (
 def test_a_run_of_somebody_else_is_read_and_not_executed(
     dnictl: Dnictl, foreign: Record, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(folder))  # no Apptainer
+    monkeypatch.setattr("dni_runtime.image.apptainer.SETUP_PREFIXES", ())  # no Apptainer
+    monkeypatch.setenv("PATH", str(folder))
     ended(foreign, "stopped", 75)
     write_cut(foreign, 8)
     foreign.run.log("top", 1).write_text("said\n")

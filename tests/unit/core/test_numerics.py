@@ -167,8 +167,8 @@ def test_synthesizers_start_at_zero_and_fit(name: str, kind: str, classes: int |
     y = torch.randint(0, 3, (32,)) if classes else torch.randn(32, 2)
     assert torch.equal(synthesizer(h, y), torch.zeros_like(h))
     target = torch.tanh(h) - 0.5
-    optimizer = torch.optim.Adam(synthesizer.parameters(), 0.02)
-    for _ in range(150):
+    optimizer = torch.optim.Adam(synthesizer.parameters(), 0.04)
+    for _ in range(60):
         error = (synthesizer(h, y) - target).square().mean()
         optimizer.zero_grad()
         error.backward()
