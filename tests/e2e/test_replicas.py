@@ -148,7 +148,7 @@ def same_as_large_batches(run: Run, epochs: int = 3) -> None:
 def test_a_process_group_begins_again_without_a_trace(site: Site) -> None:
     """A replica is killed in the middle: the weights are those of a run without that."""
     path = site.folder / "chain.yaml"
-    path.write_text(small("all-reduce, backend: gloo", accumulate=4, epochs=30))
+    path.write_text(small("all-reduce, backend: gloo", accumulate=4, epochs=18))
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)
     eventually("training", lambda: (run.status().step or 0) > 100)
@@ -160,7 +160,7 @@ def test_a_process_group_begins_again_without_a_trace(site: Site) -> None:
     assert run.status().state == "finished"
     assert {one.restarts for one in RunState.read(site.latest).modules.values()} == {1}
     same_weights(run, 2)
-    same_as_large_batches(run, epochs=30)
+    same_as_large_batches(run, epochs=18)
     assert not site.latest.groups
 
 
@@ -265,11 +265,11 @@ def test_what_validate_shows(site: Site) -> None:
 
 def test_the_number_of_replicas_changes(site: Site) -> None:
     """1, 3, a stop, 2, 3: all start at one cut each time, and every batch is counted once."""
-    epochs, slow = 32, site.folder / "slow"
+    epochs, slow = 18, site.folder / "slow"
     path = write(site, links=CURVE, slow=True, epochs=epochs)
     slow.touch()
     while_slow = f"self.training and Path({str(slow)!r}).exists()"
-    pause = PAUSE.replace("0.03", "0.3").replace("self.training", while_slow)
+    pause = PAUSE.replace("0.03", "0.5").replace("self.training", while_slow)
     (site.folder / "pause.py").write_text("from pathlib import Path\n" + pause)
     text = path.read_text().replace("replicas: 3", "replicas: {start: 1, most: 3}")
     for ends in ("stem", "top"):
