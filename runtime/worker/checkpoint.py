@@ -44,6 +44,7 @@ from dni_runtime.run.cuts import (
     reading,
     sealed,
     tensors_file,
+    written_cuts,
 )
 from dni_runtime.run.rundir import RunDir
 
@@ -356,8 +357,9 @@ class CheckpointWriter:
                 what = "checkpoint" if is_cut else "snapshot"
                 failure = CheckpointError(
                     f"the {what} at {cut} could not be written: {error or repr(error)}",
-                    hint="the last good checkpoint is kept"
-                    + ("; make room on the disk" if isinstance(error, OSError) else ""),
+                    hint="; ".join(
+                        [self._newest(), *["make room on the disk"] * isinstance(error, OSError)]
+                    ),
                 )
                 if is_cut:
                     self.failure = failure
@@ -365,6 +367,17 @@ class CheckpointWriter:
             finally:
                 self._queue.task_done()
         self._queue.task_done()
+
+    def _newest(self) -> str:
+        """Say what is kept of the module's state, if a newer one cannot be written."""
+        try:
+            if cuts := written_cuts(self._run, [self._module]):
+                return f"the checkpoint at {cuts[-1]} is kept"
+            if self._run.snapshot(self._module).exists():
+                return "the last snapshot is kept"
+        except OSError:  # the file system is not available
+            return "what is there is kept"
+        return "there is no earlier one"
 
     def _drop_old(self) -> None:
         if not self._chain:

@@ -186,6 +186,7 @@ def test_a_failed_write_is_reported_and_leaves_the_last(state: State, run: RunDi
         writer.write(2, *state)
     (error,) = errors
     assert "at 2" in str(error)
+    assert error.hint == "the checkpoint at 1 is kept; make room on the disk"
     assert complete_cuts(run, ["a"]) == [1]
 
 
@@ -233,6 +234,11 @@ def test_what_cannot_be_written_does_not_end_the_writing(state: State, run: RunD
         "the checkpoint at 1",
         "the checkpoint at 2",
         "the snapshot at 4",
+    ]
+    assert [str(error).split("→ ")[1] for error in errors] == [
+        "there is no earlier one",
+        "there is no earlier one",
+        "the last snapshot is kept",
     ]
     assert written == [3, 3]
     assert complete_cuts(run, ["a"]) == [5]
