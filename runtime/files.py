@@ -31,6 +31,11 @@ _IN_PLACE_BYTES = 256
 _PIECE_BYTES = 64 << 20  # of a large file: how much is on disk shows progress
 
 
+def is_full(error: OSError) -> bool:
+    """Whether an error says that a disk, or a user's share of it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def write_atomic(
     path: Path,
     data: str | bytes,

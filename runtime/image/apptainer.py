@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -50,10 +52,6 @@ _HINTS: tuple[tuple[re.Pattern[str], str], ...] = (
         "run Apptainer as an ordinary user, not as root",
     ),
     (
-        re.compile(r"no space left on device|disk quota exceeded", re.I),
-        "free some space, or point APPTAINER_TMPDIR and XDG_CACHE_HOME at a larger local disk",
-    ),
-    (
         re.compile(r"/etc/sub[ug]id|newuidmap|newgidmap|could not use fakeroot", re.I),
         "ask the administrator for a range of subordinate ids for you "
         "(usermod --add-subuids --add-subgids) and the package uidmap",
@@ -72,6 +70,19 @@ _HINTS: tuple[tuple[re.Pattern[str], str], ...] = (
         "settings, or use image.base.bootstrap: localimage",
     ),
 )
+
+
+_FULL = re.compile(r"no space left on device|disk quota exceeded", re.I)
+_WORK_FOLDERS = {
+    "APPTAINER_TMPDIR": "",
+    "SINGULARITY_TMPDIR": "",
+    "TMPDIR": "/tmp",
+    "XDG_CACHE_HOME": "~/.cache",
+    "APPTAINER_CACHEDIR": "~/.apptainer",
+}
+"""Variables that say where builds write, each with the folder without it; empty: none."""
+
+_SCANT_BYTES = 4 << 30  # an image with torch is unpacked in a folder, then packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +248,35 @@ def host_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def hint_for(lines: Sequence[str]) -> str | None:
     """Return a hint for a failure, from the program's last lines."""
     text = "\n".join(lines)
+    if _FULL.search(text):
+        return room_hint()
     return next((hint for pattern, hint in _HINTS if pattern.search(text)), None)
+
+
+def room_hint(*others: Path, below_bytes: float = math.inf) -> str | None:
+    """Name the fullest of the folders that a build writes to, and what sets it.
+
+    ``others`` are folders that no variable sets. None if all have ``below_bytes`` free.
+    """
+    named = {name: os.environ.get(name) or folder for name, folder in _WORK_FOLDERS.items()}
+    folders = [(Path(path).expanduser(), name) for name, path in named.items() if path]
+    free_mb = {it: _free_bytes(it[0]) // 10**6 for it in (*folders, *((one, "") for one in others))}
+    folder, name = fullest = min(free_mb, key=free_mb.__getitem__)
+    if free_mb[fullest] >= below_bytes / 1e6:
+        return None
+    room = f"{free_mb[fullest]} MB free: make room there"
+    if not name:
+        return f"{folder} has {room}"
+    return f"{folder} ({name}) has {room}, or set {name} to a larger folder of a local disk"
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        status = os.statvfs(there)
+        return status.f_bavail * status.f_frsize
+    except OSError:
+        return sys.maxsize
 
 
 def stream(
@@ -285,7 +324,9 @@ def stream(
             if process.returncode > 0
             else f"by signal {-process.returncode}"
         )
-        hint = hint_for(tail) or ("see the lines above" + (f"; all of them: {log}" if log else ""))
+        unknown = ["see the lines above", f"all of them: {log}" if log else None]
+        unknown.append(room_hint(below_bytes=_SCANT_BYTES))
+        hint = hint_for(tail) or "; ".join(filter(None, unknown))
         raise BuildError(f"{what} failed {ended}", tail=tail, hint=hint)
 
 

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.definition import render_base
 from dni_runtime.image.lock import LOCK_NAME, ImageLock, LockedBase, Wheel
 from dni_runtime.image.progress import Reporter, Step
+from dni_runtime.image.scratch import scratch_folder
 from dni_runtime.image.wheels import Wheelhouse, sha256_file
 from dni_runtime.spec import BaseSpec, ImageSpec
 
@@ -200,8 +200,7 @@ def _build(
     assert plan.content is not None
     images = plan.image.parent
     images.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=images, prefix=".build-") as name:
-        scratch = Path(name)
+    with scratch_folder(images, ".build-") as scratch:
         (scratch / "wheelhouse").symlink_to(house.folder)
         if plan.source is not None:
             (scratch / _LOCAL_SOURCE).symlink_to(plan.source)

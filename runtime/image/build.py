@@ -10,13 +10,13 @@ import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 from dni_runtime.errors import BuildError, DataError, UnavailableError
+from dni_runtime.files import is_full
 from dni_runtime.image import apptainer, layers, sif
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.base import BasePlan, build_base, plan_base
@@ -24,6 +24,7 @@ from dni_runtime.image.layers import ModuleBuild
 from dni_runtime.image.lock import ImageLock, LockedImage, read_lock, write_lock
 from dni_runtime.image.plan import BuildOptions, ModulePlan, help_of, lock_to_keep, plan_modules
 from dni_runtime.image.progress import Reporter, Step, silent
+from dni_runtime.image.scratch import scratch_folder
 from dni_runtime.image.wheels import host_machine, sha256_file
 from dni_runtime.spec import ImageSpec
 
@@ -71,8 +72,9 @@ def _disk_trouble(options: BuildOptions) -> Iterator[None]:
     except OSError as error:
         raise BuildError(
             f"{error.filename or options.out}: {error.strerror or error}",
-            hint=f"check free space and write permission in {options.out} and {options.cache} "
-            "(XDG_CACHE_HOME)",
+            hint=apptainer.room_hint(options.out)
+            if is_full(error)
+            else f"check write permission in {options.out} and {options.cache} (XDG_CACHE_HOME)",
         ) from error
 
 
@@ -147,8 +149,7 @@ def _make(
         report(Step(name, "start", "signing"))
     else:
         report(Step(name, "start", f"{options.method}: {plan.reason}"))
-    with tempfile.TemporaryDirectory(dir=options.out, prefix=f".{name}-") as scratch_name:
-        scratch = Path(scratch_name)
+    with scratch_folder(options.out, f".{name}-") as scratch:
         image = scratch / final.name
         if plan.reason is None:
             sif.copy_image(final, image)

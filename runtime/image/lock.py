@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dni_runtime.errors import ImageError
+from dni_runtime.files import write_atomic
 
 LOCK_NAME = "dni.lock"
 
@@ -79,13 +78,6 @@ def read_lock(folder: Path) -> ImageLock | None:
 def write_lock(folder: Path, lock: ImageLock) -> Path:
     """Write the lock atomically: readers see the old one or the new one."""
     path = folder / LOCK_NAME
-    with tempfile.NamedTemporaryFile(
-        "w", dir=folder, prefix=".dni.lock-", delete=False, encoding="utf-8"
-    ) as file:
-        file.write(lock.model_dump_json(indent=1, exclude_none=True) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary = Path(file.name)
-    temporary.chmod(0o644)
-    temporary.replace(path)
+    write_atomic(path, lock.model_dump_json(indent=1, exclude_none=True) + "\n")
+    path.chmod(0o644)
     return path

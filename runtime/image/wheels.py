@@ -20,7 +20,6 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from dni_runtime.errors import BuildError, SpecError, UnavailableError
 from dni_runtime.image import apptainer
 from dni_runtime.image.lock import Wheel
 from dni_runtime.image.progress import Reporter, Step
+from dni_runtime.image.scratch import scratch_folder
 from dni_runtime.spec import ImageSpec
 
 RUNTIME_REQUIREMENTS = (
@@ -219,8 +219,8 @@ def prepare(
     final = cache / "wheels" / cache_key(requirements, image.torch_index, target, locked)
     final.parent.mkdir(parents=True, exist_ok=True)
     report(Step("wheels", "start", f"downloading for Python {target.python}, {target.machine}"))
-    with tempfile.TemporaryDirectory(dir=final.parent, prefix=".new-") as name:
-        folder = Path(name) / "wheels"
+    with scratch_folder(final.parent, ".new-") as scratch:
+        folder = scratch / "wheels"
         folder.mkdir()
         if locked is None:
             _download(requirements, image, folder, target, report)

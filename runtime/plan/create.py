@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import getpass
 import platform
 import secrets
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from dni_runtime import __version__
 from dni_runtime.errors import UsageError
-from dni_runtime.files import write_atomic, write_json
+from dni_runtime.files import is_full, write_atomic, write_json
 from dni_runtime.plan.prepare import CheckedChain
 from dni_runtime.run.cuts import FORMAT as CHECKPOINT_FORMAT
 from dni_runtime.run.documents.records import RunRecord, Versions
@@ -50,7 +49,7 @@ def create_run(
     try:
         run.create()
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full(error):
             raise  # said as what it is
         raise UsageError(
             f"the run directory {str(root)!r} cannot be created: {error.strerror}",

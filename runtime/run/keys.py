@@ -8,7 +8,6 @@ runtime uses a key file only if no other user can have written or read it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 import struct
@@ -21,7 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from dni_runtime.errors import DataError, UnavailableError
-from dni_runtime.files import write_atomic
+from dni_runtime.files import is_full, write_atomic
 from dni_runtime.run.rundir import RunDir
 
 _Z85_CHARS, _KEY_BYTES = 40, 32
@@ -108,7 +107,7 @@ def make(run: RunDir, module: str) -> bool:
         if public(run, module) != pair.public:
             write_atomic(run.public_key(module), pair.public + b"\n")
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full(error):
             raise  # said as what it is
         raise DataError(
             f"keys cannot be made in {str(run.keys)!r}: {error.strerror}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from dni_runtime.errors import BuildError, UnavailableError
 from dni_runtime.image import apptainer
 from dni_runtime.image.apptainer import Apptainer
+from dni_runtime.image.scratch import scratch_folder
 
 
 def _program(path: Path, answer: str) -> Path:
@@ -43,6 +46,25 @@ def test_failed_program_shows_its_last_lines(tmp_path: Path) -> None:
     assert len(seen) == 100
     assert log.read_text().splitlines() == seen
     assert str(log) in str(caught.value)
+
+
+def test_what_a_killed_build_has_left_is_removed(tmp_path: Path) -> None:
+    for name in (".build-killed", ".build-new", ".build-running", ".other-killed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "base.sif").write_bytes(b"part")
+        if name != ".build-new":
+            os.utime(tmp_path / name, (0, 0))
+    running = os.open(tmp_path / ".build-running", os.O_RDONLY)
+    fcntl.flock(running, fcntl.LOCK_EX)
+    with scratch_folder(tmp_path, ".build-") as scratch:
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {scratch.name, ".build-new", ".build-running", ".other-killed"}
+        os.utime(scratch, (0, 0))
+        with scratch_folder(tmp_path, ".build-") as second:
+            assert second != scratch
+            assert scratch.exists()
+    os.close(running)
+    assert {path.name for path in tmp_path.iterdir()} == left - {scratch.name}
 
 
 def test_program_that_cannot_start_is_unavailable(tmp_path: Path) -> None:

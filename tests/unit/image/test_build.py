@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +88,21 @@ def built(modules: list[ModuleBuild], image: ImageSpec, options: BuildOptions) -
     )
     write_lock(options.out, lock)
     return lock
+
+
+def test_a_lock_that_cannot_be_written_leaves_nothing(
+    image: ImageSpec, options: BuildOptions
+) -> None:
+    lock = built([module("head")], image, options)
+    before, limit = sorted(options.out.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"dni\.lock"):
+            write_lock(options.out, lock)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert sorted(options.out.iterdir()) == before
+    assert read_lock(options.out) == lock
 
 
 def test_only_what_changed_is_built(image: ImageSpec, options: BuildOptions) -> None:
