@@ -122,6 +122,11 @@ def status(run: str | None, runs: Path, prometheus: bool, as_json: bool) -> None
             )
         if module.warning:
             tell(f"{module.module}: {printable(module.warning)}")
+    if old := {module.module: module.age_s for module in figures.modules if module.age_s}:
+        tell(
+            f"{', '.join(old)}: these figures are {duration(max(old.values()))} old; newer ones "
+            "cannot be written (is the disk full?), or the worker does not respond"
+        )
     if figures.state == "unsupervised":
         tell(
             "its supervisor is gone, its workers keep running; 'dnictl stop' stops them, "

@@ -10,6 +10,7 @@
     │   └── UnansweredError      68  EX_NOHOST       a neighbour that has not answered
     ├── BuildError               70  EX_SOFTWARE     an image build failed
     ├── WorkerError              70  EX_SOFTWARE     a worker failed during a run
+    │   └── DiskError            73  EX_CANTCREAT    a worker cannot write a file of its run
     ├── CheckpointError          74  EX_IOERR        a checkpoint cannot be written or read
     │   └── DamagedError         72  EX_OSFILE       a part of a checkpoint is cut off or altered
     ├── StoppedError             75  EX_TEMPFAIL     stopped before the end; the run can be resumed
@@ -116,6 +117,12 @@ class BuildError(DniError):
 
 class WorkerError(DniError):
     """A worker exited before its run finished."""
+
+
+class DiskError(WorkerError):
+    """A worker cannot write a file of its run; it can be restarted when the disk has room."""
+
+    exit_code = 73
 
 
 class CheckpointError(DniError):

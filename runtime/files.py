@@ -27,13 +27,27 @@ _INNER = re.compile(r"\d{12}|.+\.group")
 """Folders within those: of a cut, of a process group."""
 
 _PLANTED = "it is a link, or no plain file, and is not used"
-_IN_PLACE_BYTES = 256
 _PIECE_BYTES = 64 << 20  # of a large file: how much is on disk shows progress
 
 
 def is_full(error: OSError) -> bool:
     """Whether an error says that a disk, or a user's share of it, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def need_room(folder: Path, needed_bytes: int) -> None:
+    """Raise ``OSError`` if a folder's disk, or the user's share of it, has less room than that."""
+    probe = folder / f".room.{socket.gethostname()}.{secrets.token_hex(4)}"
+    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, needed_bytes)
+    except OSError as error:
+        error.filename = str(folder)
+        if is_full(error):  # else the file system cannot say
+            raise
+    finally:
+        os.close(descriptor)
+        probe.unlink(missing_ok=True)
 
 
 def write_atomic(
@@ -123,7 +137,7 @@ def write_json(path: Path, document: Any, *, durable: bool = True) -> None:
     write_atomic(path, json.dumps(document, indent=1) + "\n", durable=durable)
 
 
-def overwrite_json(path: Path, document: Any) -> None:
+def overwrite_json(path: Path, document: Any, size_bytes: int = 256) -> None:
     """Write a small JSON document over the one before, in place: also when the disk is full.
 
     It is one write(2) of one size within one page, which readers do not see in part. On NFS, other
@@ -131,7 +145,7 @@ def overwrite_json(path: Path, document: Any) -> None:
     """
     descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
     try:
-        os.pwrite(descriptor, json.dumps(document).encode().ljust(_IN_PLACE_BYTES - 1) + b"\n", 0)
+        os.pwrite(descriptor, json.dumps(document).encode().ljust(size_bytes - 1) + b"\n", 0)
     finally:
         os.close(descriptor)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dni_runtime.api.checkpointed import Checkpointed
 from dni_runtime.errors import DataError, DniError, UsageError
-from dni_runtime.files import write_json
+from dni_runtime.files import need_room, write_json
 from dni_runtime.measure.figures import MetricsReader, RunFigures
 from dni_runtime.plan.pace import balance_of
 from dni_runtime.run.cuts import check_cut, newest_cut, written_cuts
@@ -459,6 +459,7 @@ class Run(Checkpointed):
             UsageError: Another process owns it, or it has no such checkpoint.
         """
         self.check_trusted()
+        from dni_runtime.plan.create import WORKER_BYTES
         from dni_runtime.supervise.start import Launch, end_leftovers, take
 
         chain, _ = self.record.specs()
@@ -475,6 +476,7 @@ class Run(Checkpointed):
             tell(f"{self.name}: no complete checkpoint, so it starts from scratch")
         plan = self.plan(cut, log_level=log_level)
         self.scheduler.check(plan)
+        need_room(self.directory.root, WORKER_BYTES * len(plan.workers))
         return Launch.of(self.directory, plan, lease)
 
     def take_over(self) -> Launch | None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from dni_runtime.files import written_lately
 from dni_runtime.run.documents.base import Document
 from dni_runtime.run.documents.metrics import (
     EVAL,
@@ -18,7 +19,7 @@ from dni_runtime.run.documents.metrics import (
     parse_evaluation,
 )
 from dni_runtime.run.documents.records import JobRecord
-from dni_runtime.run.documents.reports import DivergedValue, Report, WorkerPhase
+from dni_runtime.run.documents.reports import ENDED, DivergedValue, Report, WorkerPhase
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.lines import LineReader, offset_of_last
 from dni_runtime.run.record import Record
@@ -27,6 +28,12 @@ from dni_runtime.spec.replicas import tails_of
 
 EVALUATIONS = 1000
 """Most evaluations shown; earlier ones are in the tail's metrics file."""
+
+
+STALE_S = 15.0
+"""Age from which a report is old: workers write one about once a second."""
+
+_SILENT = ENDED | {"new", "starting", "restarting"}
 
 
 class ModuleFigures(TrainingFigures):
@@ -49,6 +56,8 @@ class ModuleFigures(TrainingFigures):
     warning: str | None = None
     diverged: DivergedValue | None = None  # a value that is NaN or infinite
     log: str | None = None  # a file
+    # of these figures, if its worker should have written newer ones: it cannot, or does not respond
+    age_s: float | None = None
 
 
 class RunFigures(Document):
@@ -101,7 +110,12 @@ class MetricsReader:
         job = JobRecord.load(record.run.job)
         self._read_evaluations()
         reports = {name: self._report(name, state) for name in record.modules}
-        modules = tuple(_module(name, report, state) for name, report in reports.items())
+        modules = tuple(
+            _module(name, report, state).model_copy(
+                update={"age_s": self._age_s(name, report, state)}
+            )
+            for name, report in reports.items()
+        )
         tails = [reports[name] for name in self._tails if reports[name].step is not None]
         evaluations = tuple(self._evaluations[key] for key in sorted(self._evaluations))
         last = evaluations[-1] if evaluations else None
@@ -138,6 +152,15 @@ class MetricsReader:
         # The first replica has the counts of those without a worker.
         inactive = known is not None and known.state == "inactive"
         return Report() if inactive or report.attempt < state.attempt else report
+
+    def _age_s(self, name: str, report: Report, state: RunState) -> float | None:
+        """Return the age of a worker's report if it is older than it should be."""
+        known = state.modules.get(name)
+        if not (state.active and report and known) or known.state in _SILENT:
+            return None
+        if written_lately(self._record.run.worker(name), report.time, STALE_S):
+            return None
+        return max(time.time() - report.time, 0.0)
 
     def _read_evaluations(self) -> None:
         """Read the tail's new evaluations; at first the last ones."""

@@ -13,11 +13,14 @@ from pathlib import Path
 
 from dni_runtime import __version__
 from dni_runtime.errors import UsageError
-from dni_runtime.files import is_full, write_atomic, write_json
+from dni_runtime.files import is_full, need_room, write_atomic, write_json
 from dni_runtime.plan.prepare import CheckedChain
 from dni_runtime.run.cuts import FORMAT as CHECKPOINT_FORMAT
 from dni_runtime.run.documents.records import RunRecord, Versions
 from dni_runtime.run.rundir import RunDir
+
+WORKER_BYTES = 64 << 10
+"""Room that a start needs for each worker's small files; checkpoints need more."""
 
 
 def new_run_id(chain: str) -> str:
@@ -47,6 +50,8 @@ def create_run(
             hint=f"resume it with 'dnictl resume {root}', or use another --run-dir",
         )
     try:
+        run.root.parent.mkdir(parents=True, exist_ok=True)
+        need_room(run.root.parent, WORKER_BYTES * len(prepared.replicas))
         run.create()
     except OSError as error:
         if is_full(error):

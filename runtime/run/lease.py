@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Self
 
 from dni_runtime.errors import DataError, UsageError, WorkerError
-from dni_runtime.files import peek_json, write_atomic, write_json
+from dni_runtime.files import overwrite_json, peek_json, write_atomic
 from dni_runtime.run.documents.base import Document
 from dni_runtime.run.documents.state import machine, process_birth
 from dni_runtime.run.rundir import RunDir
@@ -155,7 +155,7 @@ class Lease:
     def beat(self) -> None:
         """Increase the owner's counter."""
         self._beats += 1
-        write_json(self._run.beats(self.owner.token), {"beats": self._beats}, durable=False)
+        overwrite_json(self._run.beats(self.owner.token), {"beats": self._beats})
 
     def hand_over(self) -> dict[str, str]:
         """Return environment variables for the process that takes over the lease."""

@@ -14,6 +14,7 @@
       keys/MODULE.key  .pub         a worker's key pair, its public key; only while it is needed
       workers/MODULE.json           a worker's own state
       state.json  events.jsonl      the supervisor's state and history
+      end.json                      how the run has ended, if state.json has no room for it
       owner.json  leases/           which supervisor the run belongs to, and who took it over
       stop.json                     the request to stop the run
       logs/MODULE.ATTEMPT.log       what a worker printed
@@ -88,6 +89,10 @@ class RunDir:
     @property
     def state(self) -> Path:
         return self.root / "state.json"
+
+    @property
+    def end(self) -> Path:
+        return self.root / "end.json"
 
     @property
     def owner(self) -> Path:

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from dni_runtime.errors import DamagedError, DataError, DivergedError, DniError, StoppedError
+from dni_runtime.errors import (
+    CheckpointError,
+    DamagedError,
+    DataError,
+    DivergedError,
+    DniError,
+    StoppedError,
+)
 
 Ending = Literal["finished", "stopped", "failed"]
 
@@ -80,7 +87,7 @@ def conclusion(
     ``whole`` is called if all have finished: it returns whether their last checkpoint is there.
     """
     if failed is not None:
-        told = (DivergedError.exit_code, DataError.exit_code)
+        told = (DivergedError.exit_code, DataError.exit_code, CheckpointError.exit_code)
         return "failed", failed if failed in told else DniError.exit_code
     if all(state == "finished" for state in workers) and whole():
         return "finished", 0

@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.errors import DataError, DivergedError, DniError, WorkerError
+from dni_runtime.errors import (
+    CheckpointError,
+    DataError,
+    DiskError,
+    DivergedError,
+    DniError,
+    WorkerError,
+)
 from dni_runtime.files import write_json
 from dni_runtime.run.documents.events import Event, EventKind
 from dni_runtime.run.documents.reports import Report
@@ -46,7 +53,7 @@ class Journal:
         self._clock = clock
         self._written_at = 0.0
         self._complained = False
-        self.failing = False  # whether the last write of the state failed
+        self.trouble: str | None = None  # why the last write of the state failed
 
     def check(self) -> None:
         """Check that the run still belongs to this supervisor; if not, never write again.
@@ -80,12 +87,11 @@ class Journal:
         if self._silent:
             return
         self._written_at = self._clock()
-        self.failing = True
         with self._tolerating_a_full_disk():
-            self.state.write(self._run)
             if self._lease is not None:
-                self._lease.beat()
-            self.failing = False
+                self._lease.beat()  # first: it needs no room
+            self.state.write(self._run)
+            self.trouble = None
 
     def write_json(self, path: Path, document: dict[str, Any]) -> bool:
         """Write another file of the run; return whether that has worked."""
@@ -106,9 +112,10 @@ class Journal:
         try:
             yield
         except OSError as error:
+            self.trouble = f"the run directory cannot be written: {error}"
             if not self._complained:
                 self._complained = True
-                _log.warning("the run directory cannot be written: %s", error)
+                _log.warning("%s", self.trouble)
 
 
 def bound_log(path: Path) -> None:
@@ -130,6 +137,7 @@ def how_it_ended(name: str, module: ModuleState, error: str | None = None) -> st
     else:
         how = f"ended with exit code {module.exit_code}"
         how += " before it had finished" if module.exit_code == 0 else ""
+        how += ": it could not write its files" if module.exit_code == DiskError.exit_code else ""
     return f"module {name!r} (attempt {module.attempt}) {how}"
 
 
@@ -147,9 +155,11 @@ def failure(run: RunDir, state: RunState) -> DniError | None:
         return WorkerError(state.error or f"run {run.root.name!r} failed")
     module = state.modules[name]
     report = Report.read(run.worker(name)).of(module.attempt)
-    lines = [how_it_ended(name, module)]
-    if report.error:
-        lines[0] += f": {report.error}"
+    how, said = how_it_ended(name, module), state.error or ""
+    if module.exit_code is None or f"{name!r} cannot be started" in said:
+        how = said  # nothing else is known: there was no room for it, or there was no process
+    more = said.removeprefix(how) if said.startswith(how) else ""
+    lines = [how + (f": {report.error}" if report.error else "") + more]
     lines.append(f"  log: {module.log}")
     lines += [f"  | {line}" for line in last_lines(Path(module.log))]
     lines.append("  The other modules were stopped; complete checkpoints are kept.")
@@ -159,11 +169,10 @@ def failure(run: RunDir, state: RunState) -> DniError | None:
         f"then 'dnictl up --carry {run.root}'",
     }
     kinds: dict[int | None, type[DniError]] = {
-        kind.exit_code: kind for kind in (DivergedError, DataError)
+        kind.exit_code: kind for kind in (DivergedError, DataError, CheckpointError)
     }
-    code = module.exit_code
+    code = state.exit_code or module.exit_code
     hint = hints.get(code or 0, f"dnictl resume {run.root}")
     if (state.error or "").endswith(AGAIN):
-        lines[0] += AGAIN
         hint = "correct the cause: a run that is resumed would end there again"
     return kinds.get(code, WorkerError)("\n".join(lines), hint=hint)

@@ -339,7 +339,7 @@ class Watchdog:
         state, restart = self._journal.state, dict[str, float]()
         ended = [n for n, m in state.modules.items() if m.state == "finished" and n not in reports]
         stalls = self.rule.look(now_s, reports, ended)
-        if state.phase not in ("starting", "running", "stalled") or self._journal.failing:
+        if state.phase not in ("starting", "running", "stalled") or self._journal.trouble:
             return {}  # on a full disk the workers' reports stand still, too
         for stall in stalls:
             opened = _OpenStall(now_s, self.rule.moves(stall.modules))

@@ -14,7 +14,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.errors import DivergedError, DniError, UnansweredError
+from dni_runtime.errors import (
+    CheckpointError,
+    DiskError,
+    DivergedError,
+    DniError,
+    UnansweredError,
+)
 from dni_runtime.plan.plan import LaunchPlan
 from dni_runtime.plan.restarts import Backoff
 from dni_runtime.run.cuts import is_over, remove_temporaries
@@ -36,6 +42,7 @@ from dni_runtime.supervise.stall import Watchdog
 
 _REFRESH_S, _LOGS_S = 1.0, 60.0
 _SILENT_S = 30.0  # without a report of a worker, which writes one every few seconds
+_OF_OTHERS = (DiskError.exit_code, UnansweredError.exit_code)  # no fault of the module that says so
 # In a broken chain, queued messages may still complete a checkpoint that has begun.
 _BROKEN_GRACE_S = 5.0
 
@@ -73,6 +80,8 @@ class Supervisor:
         self._asked_to_stop = False
         self._kill_at = self._kill_at_last = math.inf
         self._killed_by: int | None = None
+        self._failed_code: int | None = None  # of the module that failed first
+        self._no_room: str | None = None  # the newest end of a worker that a full disk has caused
         self._backoff = {worker.module: Backoff() for worker in plan.workers}
         self._reported: dict[tuple[str, str], Any] = {}
         self._refresh_at = self._logs_at = self._ask_at = 0.0
@@ -123,6 +132,8 @@ class Supervisor:
         self._signals.append(number)
 
     def _start(self) -> None:
+        with contextlib.suppress(OSError):
+            self.state.keep_room_for_end(self._run)
         if self._adopts:
             self._pool.adopt()
             if self.state.restart_reason is not None:
@@ -184,6 +195,7 @@ class Supervisor:
             runs = module.state == "running"
             if runs and self._backoff[name].runs(module.attempt, self._clock()):
                 self._journal.event("worker_running", module=name, attempt=module.attempt)
+                self._no_room = None
         if self.state.phase == "starting" and all(
             module.state in ("running", "finished", "inactive")
             for module in self.state.modules.values()
@@ -276,6 +288,8 @@ class Supervisor:
         )
         self._record_findings(name, report)
         how = how_it_ended(name, module, report.error) + (AGAIN if exited.repeated else "")
+        if code == DiskError.exit_code:
+            self._no_room = how
         if restarting and self._stop_reason is None:
             if module.state == "failed":  # the others cannot get to the cut any more
                 self._kill_at = min(self._kill_at, self._clock() + _BROKEN_GRACE_S)
@@ -318,6 +332,7 @@ class Supervisor:
             self._backoff[name] = Backoff()
             return self._shrink({**now, module: now[module] - 1}, how)
         if self.state.failed is None:
+            self._failed_code = exit_code
             self.state.failed, self.state.error = name, how
         self._stop(how, broken=True)
 
@@ -409,10 +424,23 @@ class Supervisor:
         self._journal.write()
         self._pool.stop_all()
 
+    def _blame_disk(self, name: str) -> None:
+        """Say what is wrong with the disk, if that may have ended a worker, or its neighbour.
+
+        A worker that says nothing may have had no room for it.
+        """
+        report = Report.read(self._run.worker(name)).of(self.state.modules[name].attempt)
+        mute = not report.error or self._failed_code in _OF_OTHERS
+        if mute and (trouble := self._journal.trouble or self._no_room):
+            self._failed_code = CheckpointError.exit_code
+            if trouble not in (how := self.state.error or ""):
+                self.state.error = f"{how}; {trouble}"
+
     def _conclude(self) -> None:
-        failed = None if self.state.failed is None else self.state.modules[self.state.failed]
+        if self.state.failed is not None:
+            self._blame_disk(self.state.failed)
         self.state.phase, self.state.exit_code = conclusion(
-            None if failed is None else failed.exit_code,
+            self._failed_code,
             [module.state for module in self.state.modules.values() if module.state != "inactive"],
             self._killed_by,
             whole=self._is_whole,

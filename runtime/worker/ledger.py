@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from dni_runtime.errors import WorkerError
+from dni_runtime.errors import DiskError
 from dni_runtime.files import open_file, opened, peek_json, write_json
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Ledger:
         self._complaint: OSError | None = None
         self.write()
         if self._complaint is not None:  # a later attempt must know that this one started
-            raise WorkerError(
+            raise DiskError(
                 f"{str(path)!r} cannot be written: {self._complaint}", hint="make room on the disk"
             )
 

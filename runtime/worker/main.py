@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,7 +15,8 @@ from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.step import ModuleStep, due
 from dni_runtime.core.training import empty_batch
 from dni_runtime.data import DataSource, Half, open_data
-from dni_runtime.errors import CheckpointError, StoppedError
+from dni_runtime.errors import CheckpointError, DiskError, StoppedError
+from dni_runtime.files import is_full
 from dni_runtime.garbage import collect_as_usual
 from dni_runtime.run.cuts import remove_temporaries
 from dni_runtime.run.documents.records import RunRecord
@@ -57,6 +59,7 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
     keys = RunKeys(run, spec.module)
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_naming_a_full_disk())
             stack.enter_context(metrics.report.regularly())
             if options.by_rank:
                 stack.enter_context(heeding_stop(run, stop))
@@ -80,6 +83,16 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
             record = RunRecord.load(run.record)
             wait_for_others(run, () if record is None else record.modules, spec.stop_grace_s)
         raise StoppedError("stopped before the end of the run", hint="resume it to continue")
+
+
+@contextlib.contextmanager
+def _naming_a_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise DiskError(f"the disk is full: {error}", hint="make room") from error
+        raise
 
 
 def selftest(spec: WorkerSpec) -> None:

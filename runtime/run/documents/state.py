@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from dni_runtime.errors import DataError, StoppedError
-from dni_runtime.files import peek_json, read_json, write_json, written_lately
+from dni_runtime.files import (
+    overwrite_json,
+    peek_json,
+    read_json,
+    write_json,
+    written_lately,
+)
 from dni_runtime.run.documents.reports import ENDED, Report, WorkerPhase
 from dni_runtime.run.rundir import RunDir
 
@@ -29,6 +35,9 @@ COMING = ("restarting", "starting", "connecting")
 
 HEARTBEAT_S = 10.0
 _SILENCE_S = 90.0  # attribute caches of shared file systems show changes late
+
+_END = ("attempt", "phase", "exit_code", "ended", "failed", "error")
+_ERROR, _END_BYTES = 500, 3500  # characters, of at most six bytes in JSON; within one page
 
 
 @dataclass
@@ -110,12 +119,23 @@ class RunState:
         return max([self.attempt, *(module.attempt for module in self.modules.values())])
 
     def write(self, run: RunDir) -> None:
-        """Write the state to the run directory."""
+        """Write the state to the run directory; of the run's end at least the most important."""
         self.updated = time.time()
         document = {"format": 1, **asdict(self)}
-        write_json(run.state, document)
+        try:
+            write_json(run.state, document)
+        except OSError:
+            if self.ended is not None:
+                end = {name: document[name] for name in _END}
+                overwrite_json(run.end, end | {"error": (self.error or "")[:_ERROR]}, _END_BYTES)
+            raise
         if self.backend == "apptainer":
             write_json(run.container.state, document, durable=False)
+
+    @classmethod
+    def keep_room_for_end(cls, run: RunDir) -> None:
+        """Make the file that has the run's end if the disk is full then."""
+        overwrite_json(run.end, {}, _END_BYTES)
 
     @classmethod
     def peek(cls, run: RunDir) -> Self:
@@ -145,6 +165,9 @@ class RunState:
             raise DataError(f"{str(run.state)!r} is not a valid run state") from None
         if state.active and not state._supervised(run):
             state._ask_workers(run)
+            end = peek_json(run.end)
+            if end.get("attempt") == state.attempt and state.phase != "unsupervised":
+                state = replace(state, **{name: end[name] for name in _END})
         return state
 
     def _ask_workers(self, run: RunDir) -> None:

@@ -48,6 +48,26 @@ def test_ps_and_status(dnictl: Dnictl, record: Record) -> None:
     assert page.endswith("\n")
 
 
+def test_figures_that_are_old(dnictl: Dnictl, record: Record) -> None:
+    """On a full disk a worker cannot report what it does."""
+    ended(record, "running", 0)
+    for name, age_s in (("bottom", 0), ("top", 125)):
+        report = record.run.worker(name)
+        write_json(report, {"attempt": 1, "state": "running", "time": time.time() - age_s})
+        os.utime(report, (time.time() - age_s,) * 2)
+    state = RunState.read(record.run)
+    for module in state.modules.values():
+        module.state = "running"
+    state.write(record.run)
+    assert "top: these figures are 2 min 5 s old" in dnictl("status").err
+    bottom, top = dnictl("status", "--json").json["modules"]
+    assert bottom["age_s"] is None
+    assert 125 <= top["age_s"] < 200
+    state.phase = "stopped"
+    state.write(record.run)
+    assert "old" not in dnictl("status").err
+
+
 def test_a_run_that_has_stalled(dnictl: Dnictl, record: Record) -> None:
     why = "module 'top' has been busy with one batch for 130 s, at 7 of the stream"
     ended(record, "stalled", 0, error=why)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.errors import DataError, UsageError
+from dni_runtime.files import read_json
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.lease import SILENCE_S, TOKEN_VARIABLE, Lease, LeaseError, Owner
 from dni_runtime.run.rundir import RunDir, socket_path
@@ -40,6 +41,17 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "run")
     run.create()
     return run
+
+
+def test_an_owner_shows_that_it_lives_on_a_full_disk_too(run: RunDir) -> None:
+    """Its counter is written in place: else another host would take over from it."""
+    lease = Lease.take(run)
+    lease.beat()
+    beats = run.beats(lease.owner.token)
+    before = beats.stat()
+    lease.beat()
+    assert read_json(beats) == {"beats": 2}
+    assert (beats.stat().st_ino, beats.stat().st_size) == (before.st_ino, before.st_size)
 
 
 def elsewhere(run: RunDir, **fields: object) -> Lease:

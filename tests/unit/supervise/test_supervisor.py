@@ -18,6 +18,7 @@ from dni_runtime.files import read_json, write_json
 from dni_runtime.plan.plan import LaunchPlan, WorkerPlan
 from dni_runtime.plan.restarts import RestartPlan
 from dni_runtime.run.cuts import document_file
+from dni_runtime.run.documents import state as state_documents
 from dni_runtime.run.documents.reports import Control, Order, Report
 from dni_runtime.run.documents.state import ModuleState, RunState
 from dni_runtime.run.record import Record
@@ -190,6 +191,74 @@ def test_a_run_that_finishes(world: World, supervisor: Supervisor, record: Recor
     ]  # fmt: skip
     assert RunState.read(record.run) == state
     assert not any(process.told for process in world.processes.values())
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.json")
+
+
+@pytest.mark.parametrize("ends", [{"middle": 73}, {"bottom": 68}, {"middle": 74}, {"top": 70}])
+def test_a_full_disk_is_the_reason_that_is_told(
+    ends: dict[str, int],
+    world: World,
+    supervisor: Supervisor,
+    record: Record,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers may have no room to say so, and their neighbours wait for them in vain."""
+    world.reports(2, "running")
+    world.exits(5, **ends)
+    world.at.append((4, lambda: monkeypatch.setattr(state_documents, "write_json", full)))
+    state = supervisor.run()
+    (name,) = ends
+    assert (state.phase, state.exit_code, state.failed) == ("failed", 74, name)
+    assert (state.error or "").endswith(
+        "cannot be written: [Errno 28] No space left on device: 'state.json'"
+    )
+    error = journal.failure(record.run, state)
+    assert error is not None
+    assert error.exit_code == 74
+    assert f"module '{name}' (attempt 1) ended with exit code {ends[name]}" in str(error)
+    assert "No space left on device" in str(error).partition("\n")[0]
+    # and who reads the run's files afterwards
+    state.born = 1
+    monkeypatch.undo()
+    document = read_json(record.run.state)
+    write_json(record.run.state, document | {"born": 1})
+    later = RunState.read(record.run)
+    assert (later.phase, later.exit_code, later.error) == ("failed", 74, state.error)
+    assert str(journal.failure(record.run, later)).partition("\n")[0] == state.error
+
+
+def test_a_worker_without_room_is_named_by_a_neighbour_that_has_waited(
+    world: World, record: Record, plan: LaunchPlan
+) -> None:
+    """The disk is so full that workers cannot start, and has room for the run's state."""
+    once = replace(plan, restart=RestartPlan(policy="on-failure", backoff_s=60, backoff_max_s=60))
+    supervisor = Supervisor(record.run, once, world, clock=world.clock, sleep=world.sleep)
+    world.reports(2, "running")
+    world.exits(5, middle=73)
+    world.exits(40, bottom=78)
+    world.at.append((39, lambda: record.run.worker("bottom").unlink()))
+    state = supervisor.run()
+    assert (state.exit_code, state.failed) == (74, "bottom")
+    assert "module 'middle' (attempt 1) ended with exit code 73: it could not write" in str(
+        state.error
+    )
+
+
+def test_a_worker_that_says_why_it_has_ended_is_believed(
+    world: World, supervisor: Supervisor, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.at.append((2, lambda: monkeypatch.setattr(state_documents, "write_json", full)))
+    said = {"attempt": 1, "state": "failed", "error": "ValueError: the user's own"}
+    world.at.append((5, lambda: write_json(record.run.worker("top"), said)))
+    world.exits(5, top=70)
+    state = supervisor.run()
+    assert (state.exit_code, state.error) == (
+        70,
+        "module 'top' (attempt 1) ended with exit code 70",
+    )
 
 
 def test_a_log_that_grows_is_emptied_under_its_writer(
@@ -385,7 +454,7 @@ def test_a_failure_while_stopping_is_no_success(world: World, supervisor: Superv
     world.on_stop = {"middle": full_disk}
     world.at.append((4.0, lambda: supervisor.interrupt(signal.SIGTERM)))
     state = supervisor.run()
-    assert (state.phase, state.exit_code, state.failed) == ("failed", 70, "middle")
+    assert (state.phase, state.exit_code, state.failed) == ("failed", 74, "middle")
 
 
 def saving(world: World, name: str, from_s: float, to_s: float, *, every_s: float = 1) -> None:

@@ -186,10 +186,10 @@ def test_a_journal_knows_whether_the_disk_is_full(
 ) -> None:
     journal = Journal(record.run, RunState.begin("process", 1, ["a"]), lambda: 0.0)
     journal.write()
-    assert not journal.failing
+    assert not journal.trouble
     with monkeypatch.context() as patch:
         patch.setattr(RunState, "write", _no_room)
         journal.write()
-        assert journal.failing
+        assert journal.trouble
     journal.write()
-    assert not journal.failing
+    assert not journal.trouble
