@@ -111,7 +111,6 @@ class ModuleContent(TrainingSpec):
     # Maximum number of updates missing from the weights of a forward pass; at that number the
     # module waits for true gradients. None: any number.
     max_late: int | None = None
-    keep: int  # complete checkpoints
     links: LinksSpec
     head: HeadRole | None  # None: not the head
     tail: TailRole | None  # None: not the tail
@@ -128,6 +127,7 @@ class WorkerSpec(ModuleContent):
     # The hash of the spec by which it was trained, and images are built: it only predicts. None: it
     # trains.
     trained: str | None = None
+    keep: int  # complete checkpoints
     initial: bool = False  # the run directory holds the module's initial weights
     late: int = Field(ge=0)  # batches by which gradients may come late
     retain: int = Field(default=0, ge=0)  # acknowledged messages kept for a neighbour that restarts
@@ -251,8 +251,9 @@ class WorkerSpec(ModuleContent):
 
 _OF_THE_HOST = {"path", "workers"}
 _NO_CONTENT: dict[str, Any] = {
+    "cpus": True,
     "links": set(LinksSpec.model_fields) - {"dtype", "gradient_dtype"},
-    "head": {"sync_steps": True, "data": _OF_THE_HOST},
+    "head": {"sync_steps": True, "checkpoint": True, "data": _OF_THE_HOST},
     "tail": {"labels": _OF_THE_HOST},
 }
 """Of the parts of a :class:`ModuleContent`."""

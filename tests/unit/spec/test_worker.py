@@ -32,7 +32,7 @@ def workers(more: str = "", replicas: str = "replicas: 1") -> tuple[WorkerSpec, 
 
 def test_content_is_named_and_knows_no_host() -> None:
     head = workers()[0].content
-    assert head.keys() == ModuleContent.model_fields.keys()
+    assert head.keys() == ModuleContent.model_fields.keys() - {"cpus"}
     assert head["links"] == {"dtype": None, "gradient_dtype": None}
     assert not {"path", "workers"} & head["head"]["data"].keys()
     assert "sync_steps" not in head["head"]
@@ -41,6 +41,7 @@ def test_content_is_named_and_knows_no_host() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("keep", 9), ("cpus", 2),
         ("initial", True), ("late", 3), ("retain", 9), ("attends", True), ("snapshot_s", 9.0),
         ("on_nan", "skip"), ("stop_grace_s", 9.0), ("replicas", 2), ("replica", 2),
         ("elastic", {"a": 1}), ("strategy", {"diloco": {}}), ("compression", "int8"),
