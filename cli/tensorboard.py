@@ -35,7 +35,7 @@ def tensorboard(
     """Write a run's metrics for TensorBoard.
 
     Writes event files, one folder per module. It adds only what is new, so run it at any time,
-    during training or later. Needs the package tensorboard:
+    during training or later, but one at a time. Needs the package tensorboard:
     pip install 'dni-runtime[tensorboard]'.
 
     \b
@@ -43,7 +43,7 @@ def tensorboard(
       dnictl tensorboard --follow &
       tensorboard --logdir runs
     """
-    from dni_runtime.measure.tensorboard import Board
+    from dni_runtime.measure.tensorboard import Board, only_writer
 
     its = chosen_run(run, runs)
     folder = its.directory.tensorboard if logdir is None else logdir / its.name
@@ -51,10 +51,11 @@ def tensorboard(
         its.check_trusted()
     board = Board(its.record, folder)
     events: Counter[str] = Counter()
-    for _ in its.states(_POLL_S):
-        events.update(board.update())
-        if not follow:
-            break
+    with only_writer(folder):
+        for _ in its.states(_POLL_S):
+            events.update(board.update())
+            if not follow:
+                break
     if as_json:
         print_json({"run": its.name, "logdir": str(board.folder), "events": events})
         return

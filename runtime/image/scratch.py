@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from dni_runtime.files import locked
 
 _NEW_S = 60.0  # a younger one may not be locked yet
 
@@ -23,22 +23,12 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
     for path in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # another build's, or no folder
             if time.time() - path.stat().st_mtime > _NEW_S:
-                with _locked(path):
+                with locked(path):
                     shutil.rmtree(path, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as name,
         contextlib.ExitStack() as stack,
     ):
         with contextlib.suppress(OSError):
-            stack.enter_context(_locked(Path(name)))
+            stack.enter_context(locked(Path(name)))
         yield Path(name)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)

@@ -7,12 +7,15 @@ line. Needs the package ``tensorboard``, but neither TensorFlow nor torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dni_runtime.errors import UnavailableError, UsageError
+from dni_runtime.files import locked
 from dni_runtime.run.documents.base import Document
 from dni_runtime.run.documents.metrics import EvaluationLine, MetricsLine, figures_of, parse_line
 from dni_runtime.run.lines import LineReader
@@ -38,6 +41,35 @@ def scalars(line: MetricsLine, *, early: bool) -> dict[str, float]:
     return {tag: float(value) for tag, value in points.items() if value is not None}
 
 
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Refuse to write where another process does: TensorBoard reads on in the newest file only."""
+    with contextlib.ExitStack() as stack:
+        with _naming(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            stack.enter_context(locked(folder))
+        except BlockingIOError:
+            raise UsageError(
+                f"another process writes event files into {str(folder)!r}",
+                hint="'dnictl tensorboard --follow' adds all that is new: one is enough",
+            ) from None
+        except OSError:  # the file system has no locks
+            pass
+        yield
+
+
+@contextlib.contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"event files cannot be written into {str(folder)!r}: {error.strerror}",
+            hint="name another folder with --logdir",
+        ) from None
+
+
 class Board:
     """The event files of a run, a folder per module."""
 
@@ -61,13 +93,8 @@ class Board:
                     created=self._created,
                     early=name in self._early,
                 )
-        try:
+        with _naming(self.folder):
             return {name: events.update() for name, events in self._modules.items()}
-        except OSError as error:
-            raise UsageError(
-                f"event files cannot be written into {str(self.folder)!r}: {error.strerror}",
-                hint="name another folder with --logdir",
-            ) from None
 
 
 class _Proto:

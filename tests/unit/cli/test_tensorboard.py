@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.files import append_line
+from dni_runtime.measure.tensorboard import only_writer
 from dni_runtime.run.record import Record
 from tests.unit.cli.conftest import Dnictl, ended
 
@@ -32,3 +33,14 @@ def test_tensorboard_without_its_package(
     result = dnictl("tensorboard")
     assert result.code == 69
     assert "pip install 'dni-runtime[tensorboard]'" in result.err
+
+
+def test_one_at_a_time(dnictl: Dnictl, record: Record) -> None:
+    """Two that follow one run would each write its points."""
+    ended(record, "finished", 0)
+    with only_writer(record.run.tensorboard):
+        refused = dnictl("tensorboard")
+        assert (refused.code, refused.out) == (64, "")
+        assert f"another process writes event files into '{record.run.tensorboard}'" in refused.err
+        assert dnictl("tensorboard", "--logdir", "logs").code == 0
+    assert dnictl("tensorboard").code == 0
