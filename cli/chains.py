@@ -78,6 +78,9 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
 
     Names, keywords, shapes and data are checked, as 'up' does.
 
+    Shapes follow from the data: without them the exit code is 66, and only the file's keys and
+    values have been checked.
+
     \b
     Example:
       dnictl validate chain.yaml

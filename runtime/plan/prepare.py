@@ -26,6 +26,12 @@ if TYPE_CHECKING:  # they import torch
     from dni_runtime.plan.trial import Coverage
 
 
+UNCHECKED = (
+    "checked: the file's keys and values; not checked: layers and shapes, which need the data"
+)
+"""What is said of a chain whose data are not there."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """The checkpoint that a new run goes on from."""
@@ -120,7 +126,7 @@ def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Chec
         postpone_dynamo()
         written = written.model_copy(update={"data": with_defaults(written.data)})
         sources = source_files(written, path.parent)
-        with _naming_data(path):
+        with _naming_data(path, UNCHECKED):
             info, location = _find_data(written, base)
         workers = worker_specs(written, info)
         chain = resolved_chain(written, info)
@@ -138,12 +144,13 @@ def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Chec
 
 
 @contextmanager
-def _naming_data(path: Path) -> Iterator[None]:
-    """Name the chain file's ``data`` in errors about it."""
+def _naming_data(path: Path, *more: str) -> Iterator[None]:
+    """Name the chain file's ``data`` in errors about it; ``more`` goes to the hint."""
     try:
         yield
     except DataError as error:
-        raise DataError(f"{location_in(path, 'data')}: {error.message}", hint=error.hint) from None
+        hint = "\n  ".join(filter(None, (error.hint, *more))) or None
+        raise DataError(f"{location_in(path, 'data')}: {error.message}", hint=hint) from None
 
 
 def _imported(base: Path) -> dict[str, Path]:

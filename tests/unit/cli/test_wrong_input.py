@@ -88,6 +88,10 @@ WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
         ("dataset: digits", "dataset: mnist, path: /no/such/folder"), UP, 66,
         ["chain.yaml:3: data", "/no/such/folder"],
     ),
+    "missing data, by validate": (
+        ("dataset: digits", "dataset: mnist, path: /no/such/folder"), ("validate",), 66,
+        ["/no/such/folder", "checked: the file's keys", "not checked: layers and shapes"],
+    ),
     "unknown interface": (
         ("epochs: 2", "epochs: 2\nlinks: {transport: tcp, interface: ib7}"), UP, 69,
         ["chain.yaml:5: links.interface", "'ib7'", "there is:"],
