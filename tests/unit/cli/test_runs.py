@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from safetensors.torch import save
@@ -23,7 +25,7 @@ from dni_runtime.run.cuts import sealed
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 from dni_runtime.worker.background import repeating
-from dnictl.main import main
+from dnictl.main import COMMANDS, Commands, cli, main
 from dnictl.runs import conclude
 from tests.unit.cli.conftest import Dnictl, WriteChain, ended
 
@@ -290,6 +292,26 @@ REFUSED = (
     ("supervise", "runs/small-1"),
     ("reference", "runs/small-1", "--threads", "1"),
 )
+
+
+def test_the_page_on_security_tells_which_commands_only_read_a_run() -> None:
+    """All others that take a run ask for trust, since that can run code."""
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    section = page.partition("\n## What is code\n")[2].partition("\n## ")[0]
+    rows = {row.split(" | ")[0].strip("| "): row for row in section.splitlines() if "|" in row}
+    assert {"a chain file", "a run directory", "an image"} < rows.keys()
+    assert "an exported file, `.safetensors`" in rows
+    told = re.findall(r"`([a-z]+)`", rows["a run directory"].partition("its plan names.")[2])
+    context = click.Context(cli)
+    commands = {name: Commands.get_command(cli, context, name) for name in COMMANDS}
+    options = {
+        name: {option for parameter in command.params for option in parameter.opts}
+        for name, command in commands.items()
+        if command is not None and any(one.name == "run" for one in command.params)
+    }
+    reading = {name for name in options if "--trust" not in options[name]}
+    # 'reference' refuses others' runs; 'ps' takes none, 'logs' also takes names of modules
+    assert reading - {"reference"} == {*told} - {"ps", "logs"}
 
 
 def test_a_run_of_somebody_else_is_read_and_not_executed(
