@@ -42,6 +42,27 @@ def test_all_but_memory_is_taken_care_of(ends: str, code: int) -> None:
     assert ("freed" in done.stdout) is ("ZeroDivisionError" in done.stderr) is (ends == "1 / 0")
 
 
+def test_torch_does_not_take_its_operators_apart() -> None:
+    """That is work of a process that is about to end; finalizers of others are called."""
+    program = """\
+import atexit, weakref
+from dni_runtime.garbage import run_program
+
+class Named:
+    pass
+
+def main():
+    atexit.register(lambda: print(len(weakref.finalize._registry) > 10))  # after those of torch
+    import torch
+    weakref.finalize(Named, print, "finalized")
+
+run_program(main)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("finalized\nTrue\n", "")
+
+
 def test_a_reader_that_is_gone_changes_no_exit_code() -> None:
     program = (
         "import sys; from dni_runtime.garbage import run_program; "
