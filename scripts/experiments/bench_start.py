@@ -14,8 +14,8 @@ Of one worker, the median of all: *launch* until its Python begins (Slurm's step
 its image's mount), *import* of torch and the runtime, *load* of data, module and state, *connect*
 until its links stand.
 *restart*: from a SIGKILL of one module's worker until it trains on a batch that it had not had,
-with ``restart.backoff_s`` of half a second. *change*: from ``dnictl scale`` until all workers
-train with another number of replicas of one module (``--modules``). *stop*: from ``dnictl stop``
+with ``restart.backoff_s`` of half a second. *up*, *down*: from ``dnictl scale`` until all workers
+train with one replica of a module (``--modules``) more, and fewer. *stop*: from ``dnictl stop``
 until the run has ended after its checkpoint. Every figure is the median of the repetitions, with
 its range.
 """
@@ -44,6 +44,7 @@ from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.schedulers.slurm import commands
+from dni_runtime.spec.named import module_of
 from dni_runtime.worker.ledger import Counts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,10 +60,10 @@ POLL_S = 0.05
 DEADLINE_S = 600.0
 MIB = 1 << 20
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-TIMES = ("start_s", "placed_s", "loaded_s", "restart_s", "change_s", "stop_s")
+TIMES = ("start_s", "placed_s", "loaded_s", "restart_s", "up_s", "down_s", "stop_s")
 PARTS = ("launch_s", "import_s", "load_s", "connect_s")
 HEADINGS = (
-    *("start (s)", "placed (s)", "loaded (s)", "restart (s)", "change (s)", "stop (s)"),
+    *("start (s)", "placed (s)", "loaded (s)", "restart (s)", "up (s)", "down (s)", "stop (s)"),
     *("a worker's launch (s)", "import (s)", "load (s)", "connect (s)"),
     *("a worker's RSS, PSS (MiB)", "all workers' CPU until they train (s)"),
 )
@@ -179,7 +180,9 @@ def measure(
         module = working(record)[len(record.modules) // 2 - 1]
         restart_s = restart_time_s(record, module)
         time.sleep(SETTLE_S)
-        change_s = change_time_s(record)
+        up_s = change_time_s(record, 2)
+        time.sleep(SETTLE_S)
+        down_s = change_time_s(record, 1)
         time.sleep(SETTLE_S)
     finally:
         asked = time.time()
@@ -190,7 +193,8 @@ def measure(
             until(lambda: not alive(job.job), "its job is gone")
     figures = started | {
         "restart_s": restart_s,
-        "change_s": change_s,
+        "up_s": up_s,
+        "down_s": down_s,
         "stop_s": stop_s,
         "cpu_s": cpu_s or None,
     }
@@ -223,38 +227,39 @@ def parts_of(run: RunDir, module: str, launched: float) -> dict[str, float]:
 
 
 def working(record: Record) -> list[str]:
-    """The workers that take part in this start, head first."""
+    """The workers that take part in this start, head first; none before it."""
     states = RunState.read(record.run).modules
-    return [name for name in record.modules if states[name].state != "inactive"]
+    return [name for name in record.modules if name in states and states[name].state != "inactive"]
 
 
 def all_train(record: Record) -> bool:
     """Whether each of these has trained on a batch in this start."""
     states = RunState.read(record.run).modules
     counts = {name: Counts.read(record.run.ledger(name)) for name in working(record)}
-    return all(
+    return bool(counts) and all(
         own is not None and own.attempt == states[name].attempt and own.step
         for name, own in counts.items()
     )
 
 
-def change_time_s(record: Record) -> float | None:
-    """From ``dnictl scale`` until all train with one replica more; None if no module may."""
+def change_time_s(record: Record, replicas: int) -> float | None:
+    """From ``dnictl scale`` until all train with so many; None if no module may change."""
     elastic = record.specs()[1][0].elastic
     if not elastic:
         return None
     (module,) = elastic
     began = time.time()
-    before = {name: steps(record.run, name) for name in record.modules}
+    before = {name: steps(record.run, name) for name in working(record)}
     subprocess.run(
-        [*DNICTL, "scale", f"{module}=2", record.run.root], check=True, stdout=sys.stderr
+        [*DNICTL, "scale", f"{module}={replicas}", record.run.root], check=True, stdout=sys.stderr
     )
 
     def goes_on() -> bool:
-        fresh = len(working(record)) == len(record.modules) and all_train(record)
-        return fresh and all(steps(record.run, name) > one for name, one in before.items())
+        names = working(record)
+        fresh = [*map(module_of, names)].count(module) == replicas and all_train(record)
+        return fresh and all(steps(record.run, name) > before.get(name, 0) for name in names)
 
-    until(goes_on, "all train with another replica", record)
+    until(goes_on, f"all train, with {replicas} of {module}", record)
     return time.time() - began
 
 

@@ -22,10 +22,11 @@ def test_a_row_for_each_backend(tmp_path: Path) -> None:
     headings, _, row = done.stdout.splitlines()
     assert headings.startswith("| backend | start (s) |")
     found = map(float, re.findall(r"\d+(?:\.\d)?", row))
-    start, placed, loaded, restart, change, stop, *parts, memory, _pss, _cpu = found
+    start, placed, loaded, restart, up, down, stop, *parts, memory, _pss, _cpu = found
     assert 0 < placed <= loaded <= start  # rounded: forks listen at once
     assert 0.5 < restart < 60  # after a backoff of half a second
-    assert 0 < change < 60
+    assert 0 < up < 60
+    assert 0 < down < 60
     assert 0 < stop < 60
     launch, imported, load, connect = parts
     assert 0 <= imported < start  # the workers are forks of a process that has imported torch
