@@ -1,7 +1,8 @@
 """Decoupled Neural Interfaces as a chain of containers (Jaderberg et al. 2016, arXiv:1608.05343).
 
-``Chain`` trains a chain with real workers, ``Run`` is what comes of it, and ``load`` gives back a
-trained network that ``dnictl export`` wrote, as a plain ``torch.nn.Module``.
+``Chain`` trains a chain with real workers, ``Run`` is what comes of it, a ``Callback`` is told what
+happens in it, and ``load`` gives back a trained network that ``dnictl export`` wrote, as a plain
+``torch.nn.Module``.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
 
     from dni_runtime.api.chain import Chain
     from dni_runtime.api.run import Run
+    from dni_runtime.plan.callbacks import Callback
 
 __version__ = "0.1.0"
 
-__all__ = ["Chain", "Run", "__version__", "load"]
+__all__ = ["Callback", "Chain", "Run", "__version__", "load"]
 
 
 def __getattr__(name: str) -> object:
@@ -31,6 +33,10 @@ def __getattr__(name: str) -> object:
         from dni_runtime.api.run import Run
 
         return Run
+    if name == "Callback":
+        from dni_runtime.plan.callbacks import Callback
+
+        return Callback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -120,12 +120,14 @@ def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Chec
     with naming_file(path), importing_from(base):
         from dni_runtime.core.dynamo import postpone_dynamo
         from dni_runtime.data import with_defaults
+        from dni_runtime.plan.callbacks import check_callbacks
         from dni_runtime.plan.initial import find_initial
         from dni_runtime.resolve.resolve import resolved_chain, worker_specs
 
         postpone_dynamo()
         written = written.model_copy(update={"data": with_defaults(written.data)})
         sources = source_files(written, path.parent)
+        check_callbacks(written.callbacks)
         with _naming_data(path, UNCHECKED):
             info, location = _find_data(written, base)
         workers = worker_specs(written, info)

@@ -45,6 +45,11 @@ class Mpi(Scheduler):
             # where the ranks will run is not known
             links = {worker.module: ("tcp", None) for worker in workers}
             request = replace(request, site=replace(request.site, links=links))
+        if chain.callbacks:
+            raise UsageError(
+                "a run that mpirun starts has no supervisor, which would call the 'callbacks'",
+                hint="use 'dnictl up' or 'dnictl submit', or leave them out",
+            )
         plan = make_plan(request)
         # All ranks have the same command: any image of the chain, and what any worker needs.
         mounts = dict.fromkeys(mount for worker in plan.workers for mount in worker.mounts)

@@ -102,6 +102,8 @@ class ChainSpec(Frozen):
     on_nan: OnNan = "stop"
     # Seconds for the final checkpoint when the run is stopped.
     stop_grace_s: Annotated[float, Field(gt=0)] = 30.0
+    # Users' classes that are told what happens in a run; see ``plan/callbacks.py``.
+    callbacks: tuple[Choice, ...] = ()
     # Further source files for user classes, relative to ``chain.yaml``.
     sources: tuple[str, ...] = ()
 

@@ -29,6 +29,7 @@ from dni_runtime.schedulers.interrupts import catching_signals
 from dni_runtime.schedulers.runtime_files import remove_runtime_files
 from dni_runtime.schedulers.schedulers import SCHEDULERS
 from dni_runtime.schedulers.slurm.commands import own_job
+from dni_runtime.supervise.callbacks import calling_back
 from dni_runtime.supervise.pool import LEAVE_S
 from dni_runtime.supervise.stall import StallRule
 from dni_runtime.supervise.supervisor import Supervisor
@@ -79,7 +80,9 @@ class Launch:
         """
         owned = True
         try:
-            return self.supervisor().run(observe)
+            supervisor = self.supervisor()
+            with calling_back(self.run, supervisor.state, observe) as look:
+                return supervisor.run(look)
         except LeaseError:
             owned = False  # the new owner needs what is there
             raise

@@ -13,7 +13,7 @@ EventKind = Literal[
     "run_ended", "worker_started", "worker_running", "worker_ended", "worker_restarting",
     "worker_killed", "worker_diverged", "worker_warning", "worker_moved", "restart_requested",
     "checkpoint_damaged", "node_lost", "scale_requested", "scaled", "replica_lost",
-    "no_room",
+    "no_room", "callback_failed",
 ]  # fmt: skip
 
 

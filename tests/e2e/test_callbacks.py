@@ -1,0 +1,94 @@
+"""The page about callbacks: its classes are told what happens in runs, by the real packages."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from dni_runtime import Run
+from tests.e2e.conftest import Site
+
+pytestmark = pytest.mark.e2e
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "callbacks.md"
+ALL = """\
+callbacks:
+  - broken:Broken
+  - csv_file:CsvFile
+  - {import: "mlflow_tracker:Mlflow", args: {experiment: digits}}
+  - {import: "trackio_tracker:Trackio", args: {project: digits}}
+"""
+BROKEN = """
+from dni_runtime import Callback
+
+class Broken(Callback):
+    def on_evaluation(self, evaluation):
+        raise ValueError("nobody listens")
+"""
+
+
+def write(site: Site, callbacks: str, epochs: int = 3) -> Path:
+    for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        (site.folder / name).write_text(text)
+    (site.folder / "broken.py").write_text(BROKEN)
+    return site.write(epochs, callbacks)
+
+
+@pytest.mark.timeout(300)
+def test_trackers_get_each_evaluation(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = site.folder / "trackio"
+    monkeypatch.setenv("TRACKIO_DIR", str(folder))
+    site.run("up", write(site, ALL), "--backend", "process")
+    run = Run.open(site.latest.root)
+    curve = [(one.step, one.figures["accuracy"]) for one in run.status().evaluations]
+    assert len(curve) == 3
+    with (site.latest.root / "evaluations.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(row["step"]), float(row["accuracy"])) for row in rows] == curve
+
+    (metric,) = site.folder.glob("mlruns/*/*/metrics/accuracy")
+    lines = [line.split() for line in metric.read_text().splitlines()]
+    assert [(int(step), float(value)) for _, value, step in lines] == curve
+    assert (metric.parents[1] / "params" / "epochs").read_text() == "3"
+    assert "status: 3" in (metric.parents[1] / "meta.yaml").read_text()  # FINISHED
+
+    with sqlite3.connect(folder / "digits.db") as database:
+        (count,) = database.execute("SELECT count(*) FROM metrics").fetchone()
+    database.close()
+    assert count == 3
+
+    failures = [one for one in run.events() if one.event == "callback_failed"]
+    assert [(one.what, one.error) for one in failures] == [
+        ("broken:Broken", "ValueError: nobody listens")
+    ]
+
+
+@pytest.mark.timeout(300)
+def test_a_resumed_run_tells_only_what_is_new(site: Site) -> None:
+    site.run(
+        "up",
+        write(site, "callbacks: ['csv_file:CsvFile']", epochs=40),
+        "--backend",
+        "process",
+        "-d",
+    )
+    site.wait_for_checkpoint()
+    site.run("stop")
+    site.run("resume")
+    with (site.latest.root / "evaluations.csv").open(newline="") as file:
+        epochs = [int(row["epoch"]) for row in csv.DictReader(file)]
+    assert sorted(set(epochs)) == list(range(1, 41))
+    assert len(epochs) - 40 <= 1  # one may have been on its way when the run was stopped
+
+
+def test_what_is_wrong_is_said_before(site: Site) -> None:
+    path = write(site, "callbacks: ['csv_file:Csv']")
+    assert "callbacks[0]" in site.run("validate", path, expect=78).stderr
+    path = write(site, "callbacks: [{import: 'mlflow_tracker:Mlflow', args: {experimnt: a}}]")
+    assert "did you mean 'experiment'" in site.run("validate", path, expect=78).stderr
+    path = write(site, "callbacks: ['csv_file:CsvFile']")
+    assert "no supervisor" in site.run("mpi", path, "--backend", "process", expect=64).stderr
