@@ -82,7 +82,7 @@ hosts_option = click.option(
 )  # fmt: skip
 carry_option = click.option(
     "--carry", metavar="RUN", shell_complete=complete_runs,
-    help="Go on from the newest checkpoint of a run of the same layers, cut elsewhere.",
+    help="Go on from the newest checkpoint of a run of the same layers: with other settings, cuts.",
 )  # fmt: skip
 detach_option = click.option("-d", "--detach", is_flag=True, help="Run in the background.")
 dry_run_option = click.option(

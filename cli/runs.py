@@ -257,8 +257,8 @@ def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
 )  # fmt: skip
 @click.option(
     "--state-dict", is_flag=True,
-    help="Weights alone, under the names that 'init' maps: a network that 'dnictl split' took "
-    "apart loads them (.safetensors or .pt).",
+    help="Weights alone, under the names of the network that 'dnictl split' took apart, else "
+    "MODULE.0.weight (.safetensors or .pt).",
 )  # fmt: skip
 @click.option(
     "--from", "choice", metavar="CUT",

@@ -117,6 +117,10 @@ def up(
     metavar="CUT",
     help="Stream position of the checkpoint to resume from (default: the newest).",
 )
+@click.option(
+    "--epochs", type=click.IntRange(1), metavar="N",
+    help="Train until it has N epochs in all; also a run that has finished.",
+)  # fmt: skip
 @trust_option
 @level_option
 @dry_run_option
@@ -126,34 +130,39 @@ def resume(
     runs: Path,
     detach: bool,
     cut: str,
+    epochs: int | None,
     log_level: str,
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Resume a run that was stopped or failed.
+    """Resume a run that was stopped or failed, or train one further.
 
     It starts from the newest complete checkpoint. A Slurm job's script is submitted again.
 
     \b
-    Example:
+    Examples:
       dnictl resume
+      dnictl resume --epochs 20
     """
     its = chosen_run(run, runs)
-    its.check_resumable(cut)
+    its.check_resumable(cut, epochs)
     if notice := its.record.compare_versions():
         tell(f"{its.name}: {notice}")
     if its.job is not None:
         source = click.get_current_context().get_parameter_source("log_level")
-        _resubmit(its, None if source is ParameterSource.DEFAULT else log_level, dry_run, as_json)
+        level = None if source is ParameterSource.DEFAULT else log_level
+        _resubmit(its, level, epochs, dry_run, as_json)
     elif dry_run:
         _print_plan(its.plan(cut, log_level=log_level), as_json)
-    elif (launch := its.relaunch(cut, log_level=log_level, tell=tell)) is not None:
+    elif (launch := its.relaunch(cut, epochs, log_level=log_level, tell=tell)) is not None:
         go(launch, detached=detach, as_json=as_json)
     else:
         conclude(its, its.state(), as_json=as_json)
 
 
-def _resubmit(run: Run, log_level: str | None, dry_run: bool, as_json: bool) -> None:
+def _resubmit(
+    run: Run, log_level: str | None, epochs: int | None, dry_run: bool, as_json: bool
+) -> None:
     """Resume a Slurm run: submit its script as another job."""
     document = {"run": run.name, "path": str(run.directory.root)}
     if dry_run:
@@ -163,7 +172,7 @@ def _resubmit(run: Run, log_level: str | None, dry_run: bool, as_json: bool) -> 
         else:
             click.echo(script, nl=False)
         return
-    job = run.resubmit(log_level)
+    job = run.resubmit(log_level, epochs)
     if as_json:
         print_json(document | {"job": job})
     else:

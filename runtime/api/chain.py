@@ -245,7 +245,8 @@ class Chain:
             images: Folder of the module images.
             runs: Folder in which the run gets a directory.
             run_dir: That directory itself.
-            carry: A run of the same layers, cut elsewhere: go on from its newest checkpoint.
+            carry: A run of the same layers, with other settings or cuts: go on from its newest
+                checkpoint. If it has finished, ``epochs`` or the chain's are more than it had.
             log_level: How much the workers log: ``debug``, ``info``, ``warning`` or ``error``.
 
         Raises:

@@ -5,6 +5,7 @@ It is one file because it is one class: each operation is short, and half of it 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -36,6 +37,8 @@ if TYPE_CHECKING:  # what starts and ends workers takes a while to import
     from dni_runtime.plan.plan import LaunchPlan
     from dni_runtime.split.balance import Balance
     from dni_runtime.supervise.start import Launch
+
+_log = logging.getLogger(__name__)
 
 Tell = Callable[[str], None]
 """Receives one line that the user should know."""
@@ -371,23 +374,26 @@ class Run(Checkpointed):
 
     # Resuming.
 
-    def resume(self, cut: str = "auto", *, log_level: str | None = None) -> None:
+    def resume(
+        self, cut: str = "auto", *, epochs: int | None = None, log_level: str | None = None
+    ) -> None:
         """Resume it in the background: here, or as another job where it was one.
 
         Args:
             cut: Stream position of the checkpoint to resume from; by default the newest.
+            epochs: Train until it has so many epochs in all; also a run that has finished.
             log_level: How much its workers log; for a job by default as before, else ``info``.
 
         Raises:
-            UsageError: It is active, has finished, or has no such checkpoint.
+            UsageError: It is active, has finished (give ``epochs``), or has no such checkpoint.
         """
-        self.check_resumable(cut)
+        self.check_resumable(cut, epochs)
         if self.job is not None:
-            self.resubmit(log_level)
-        elif (launch := self.relaunch(cut, log_level=log_level or "info")) is not None:
+            self.resubmit(log_level, epochs)
+        elif (launch := self.relaunch(cut, epochs, log_level=log_level or "info")) is not None:
             launch.detach()
 
-    def check_resumable(self, cut: str = "auto") -> None:
+    def check_resumable(self, cut: str = "auto", epochs: int | None = None) -> None:
         """Refuse to resume what cannot be.
 
         Raises:
@@ -400,11 +406,13 @@ class Run(Checkpointed):
                 f"run {self.name!r} is {state.phase}",
                 hint=f"stop it first: dnictl stop {self.name}",
             )
-        if state.phase == "finished":
+        there = written_cuts(self.directory, self.modules)
+        if state.phase == "finished" and not (epochs and there):
             raise UsageError(
                 f"run {self.name!r} has finished",
-                hint=f"take its model home: dnictl export {self.name} -o model.safetensors"
-                if written_cuts(self.directory, self.modules)
+                hint=f"take its model home: dnictl export {self.name} -o model.safetensors; or "
+                f"train it further: dnictl resume {self.name} --epochs {2 * self.record.epochs}"
+                if there
                 else "its checkpoints are gone: start a new run with 'dnictl up'",
             )
         if job is not None and not self.directory.script.exists():
@@ -420,11 +428,23 @@ class Run(Checkpointed):
             )
         check_cut(self.directory, self.modules, cut)
 
-    def resubmit(self, log_level: str | None = None) -> str:
-        """Submit its batch script once more; gives the new job's id."""
+    def resubmit(self, log_level: str | None = None, epochs: int | None = None) -> str:
+        """Submit its batch script once more; gives the new job's id.
+
+        Args:
+            log_level: How much its workers log; by default as before.
+            epochs: As in :meth:`resume`.
+        """
         self.check_trusted()
         from dni_runtime.schedulers.slurm.submit import submit_again
+        from dni_runtime.supervise.start import take
 
+        if epochs is not None:
+            lease = take(self.directory)
+            try:
+                self._extend(epochs)
+            finally:
+                lease.release()
         assert self.job is not None
         return submit_again(self.directory, self.job, log_level)
 
@@ -440,8 +460,21 @@ class Run(Checkpointed):
         attempt = self.state().last_attempt + 1
         return plan_again(self.record, attempt=attempt, resume=cut, log_level=log_level)
 
+    def _extend(self, epochs: int) -> None:
+        from dni_runtime.plan.carrying import extend  # imports torch
+        from dni_runtime.resolve.advice import short_schedules
+
+        self.record = extend(self.record, epochs)
+        for notice in short_schedules(self.record.specs()[1]):
+            _log.warning("%s", notice)
+
     def relaunch(
-        self, cut: str = "auto", *, log_level: str = "info", tell: Tell = lambda line: None
+        self,
+        cut: str = "auto",
+        epochs: int | None = None,
+        *,
+        log_level: str = "info",
+        tell: Tell = lambda line: None,
     ) -> Launch | None:
         """Become its owner, and plan its next start.
 
@@ -449,6 +482,7 @@ class Run(Checkpointed):
 
         Args:
             cut: Stream position of the checkpoint to resume from; by default the newest.
+            epochs: As in :meth:`resume`.
             log_level: How much its workers log.
             tell: Told what the user should know.
 
@@ -464,19 +498,25 @@ class Run(Checkpointed):
 
         chain, _ = self.record.specs()
         lease = take(self.directory)
-        state = self.state()  # as it was left
-        if state.phase == "unsupervised":
-            tell(f"{self.name}: stopping the workers that go on by themselves")
-        state = end_leftovers(self.directory, state, chain.stop_grace_s)
-        check_cut(self.directory, self.modules, cut)  # those workers may have removed it
-        self.directory.stop_request.unlink(missing_ok=True)
-        if state.phase == "finished":
-            return None
-        if cut == "auto" and not newest_cut(self.directory, self.modules)[0]:
-            tell(f"{self.name}: no complete checkpoint, so it starts from scratch")
-        plan = self.plan(cut, log_level=log_level)
-        self.scheduler.check(plan)
-        need_room(self.directory.root, WORKER_BYTES * len(plan.workers))
+        try:
+            state = self.state()  # as it was left
+            if state.phase == "unsupervised":
+                tell(f"{self.name}: stopping the workers that go on by themselves")
+            state = end_leftovers(self.directory, state, chain.stop_grace_s)
+            check_cut(self.directory, self.modules, cut)  # those workers may have removed it
+            self.directory.stop_request.unlink(missing_ok=True)
+            if epochs is not None:
+                self._extend(epochs)
+            elif state.phase == "finished":
+                return None
+            if cut == "auto" and not newest_cut(self.directory, self.modules)[0]:
+                tell(f"{self.name}: no complete checkpoint, so it starts from scratch")
+            plan = self.plan(cut, log_level=log_level)
+            self.scheduler.check(plan)
+            need_room(self.directory.root, WORKER_BYTES * len(plan.workers))
+        except DniError:
+            lease.release()  # this process may go on
+            raise
         return Launch.of(self.directory, plan, lease)
 
     def take_over(self) -> Launch | None:

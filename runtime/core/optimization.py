@@ -96,7 +96,7 @@ class Optimization:
             for group in optimizer.param_groups:
                 group["lr"] *= spec.lr_scale
         self.schedules = [  # one for each optimizer, if there is a schedule
-            build_schedule(spec.schedule, optimizer, ("schedule",))
+            build_schedule(spec.schedule, optimizer, ("schedule",), length=spec.schedule_length)
             for optimizer in self.optimizers.values()
             if spec.schedule is not None
         ]
@@ -192,6 +192,10 @@ class Optimization:
         """Step schedules that count batches."""
         if self._spec.schedule_every == "batch":
             self.step_schedules(batches)
+
+    def catch_up(self, batches: int, epochs: int) -> None:
+        """Step new schedules to where the module is."""
+        self.step_schedules(batches if self._spec.schedule_every == "batch" else epochs)
 
     @contextlib.contextmanager
     def ahead(self, batches: int) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -166,6 +166,9 @@ SCHEDULES: dict[str, type[lr_scheduler.LRScheduler]] = {
     # These need callables or the loss, which a name with keywords cannot carry.
     and name not in {"LambdaLR", "MultiplicativeLR", "ReduceLROnPlateau"}
 }
+AUTO = "auto"
+"""As an argument of a schedule: the length of the training."""
+
 _OF_SCHEDULES = {"SequentialLR": True, "ChainedScheduler": False}
 """Schedules made of ``schedules``, and whether they take the optimizer first."""
 
@@ -292,21 +295,52 @@ def _refusal(choice: Choice, error: Exception, at: Location) -> SpecError:
 
 
 def build_schedule(
-    choice: Choice, optimizer: optim.Optimizer, location: Location = ()
+    choice: Choice,
+    optimizer: optim.Optimizer,
+    location: Location = (),
+    *,
+    length: int | None = None,  # in its steps, what ``auto`` stands for; None: not known
 ) -> lr_scheduler.LRScheduler:
-    """Make a learning-rate schedule; ``schedules`` of SequentialLR are choices themselves."""
+    """Make a learning-rate schedule; ``schedules`` of SequentialLR are choices themselves.
+
+    In a schedule that begins at a milestone ``auto`` is what is left from there on.
+    """
     cls = find_class(choice.name, "schedule", SCHEDULES, lr_scheduler.LRScheduler, location)
     at = (*location, choice.name)
     args = dict(choice.args)
+    for key in [key for key, value in args.items() if value == AUTO]:
+        if length is None:
+            raise SpecError(
+                f"{key}: auto needs the length of the training, which is not known",
+                location=(*at, key),
+                hint="give a number, or the chain's 'steps'",
+            )
+        args[key] = length
     positional: list[Any] = [optimizer]
     if choice.name in _OF_SCHEDULES:
+        milestones = args.get("milestones")
+        begins = dict(enumerate(milestones if isinstance(milestones, list) else (), start=1))
         inner = [
-            build_schedule(schedule, optimizer, (*at, "schedules", number))
+            build_schedule(
+                schedule,
+                optimizer,
+                (*at, "schedules", number),
+                length=None if length is None else max(length - begins.get(number, 0), 1),
+            )
             for number, schedule in enumerate(_choices(args.pop("schedules", None), at))
         ]
         positional = [optimizer, inner] if _OF_SCHEDULES[choice.name] else [inner]
     made = call(cls, args, name=choice.name, location=at, positional=positional)
     return cast("lr_scheduler.LRScheduler", made)
+
+
+def has_auto(value: Any) -> bool:
+    """Return whether a schedule, or a part of its description, says ``auto``."""
+    if isinstance(value, Choice):
+        value = value.args
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return any(map(has_auto, value)) if isinstance(value, list | tuple) else value == AUTO
 
 
 def _choices(value: Any, location: Location) -> list[Choice]:

@@ -84,10 +84,7 @@ class CheckedChain:
     @property
     def total_steps(self) -> int | None:
         """Training batches in the whole run, if known."""
-        steps = self.batches_per_epoch
-        if steps is None:
-            return self.chain.steps
-        return min(steps * self.chain.epochs, self.chain.steps or steps * self.chain.epochs)
+        return self.chain.total_batches(self.batches_per_epoch)
 
     def locate(self, *location: str | int) -> str:
         """Return ``file:line: path`` of a setting in the chain file, for messages."""

@@ -36,7 +36,28 @@ def advice(workers: Sequence[WorkerSpec]) -> list[str]:
             "'top-k' below a share of 0.05 leaves out what the momentum of 'diloco' is to gather, "
             "and training may stand still: use a larger share, 'int8', or 'local-sgd'"
         )
-    return warnings
+    return warnings + short_schedules(workers)
+
+
+_ENDS = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
+"""Schedules that are meant for a whole training, and the argument that says how long that is."""
+
+
+def short_schedules(workers: Sequence[WorkerSpec]) -> list[str]:
+    """Return a warning about each schedule that ends before the training."""
+    short: dict[str, list[str]] = {}
+    for worker in workers:
+        schedule, length = worker.schedule, worker.schedule_length
+        key = _ENDS.get(schedule.name, "") if schedule is not None else ""
+        end = schedule.args.get(key) if schedule is not None else None
+        if isinstance(end, int) and length is not None and end < length:
+            unit = "batches" if worker.schedule_every == "batch" else "epochs"
+            what = f"after {end} of {length} {unit}: '{key}: auto' is the whole training"
+            short.setdefault(what, []).append(repr(worker.module))
+    return [
+        f"the schedule of module {' and '.join(modules)} ends {what}"
+        for what, modules in short.items()
+    ]
 
 
 def _loses_momentum(worker: WorkerSpec) -> bool:

@@ -138,6 +138,8 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     elastic = elastic_of(full) if replicated else {}
     cuts = _cuts(full, interfaces, micro_batches)
     graph = full.graph
+    samples = info.train_samples
+    per_epoch = None if samples is None else full.data.train_batches(samples)
     taken = [data_of(full, index, info) for index in range(len(full.modules))]
     edges: dict[tuple[int, int], EdgeSpec] = {}
     for (source, target), number in graph.numbers.items():
@@ -214,6 +216,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 ),
                 replicas=module.most,
                 elastic=elastic,
+                length=full.length(module.schedule_every or "epoch", per_epoch),
             )
         )
     check_training(chain, workers, micro_batches)

@@ -107,6 +107,19 @@ class ChainSpec(Frozen):
     # Further source files for user classes, relative to ``chain.yaml``.
     sources: tuple[str, ...] = ()
 
+    def total_batches(self, per_epoch: int | None) -> int | None:
+        """Return the training batches of a whole run, if known, by those of an epoch."""
+        if per_epoch is None:
+            return self.steps
+        return min(per_epoch * self.epochs, self.steps or per_epoch * self.epochs)
+
+    def length(self, every: Literal["epoch", "batch"], per_epoch: int | None) -> int | None:
+        """Return the length of a whole run in epochs or batches, if known."""
+        total = self.total_batches(per_epoch)
+        if every == "batch":
+            return total
+        return self.epochs if total is None or not per_epoch else -(-total // per_epoch)
+
     @model_validator(mode="before")
     @classmethod
     def _pieces_of_the_network(cls, value: Any) -> Any:

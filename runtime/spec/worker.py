@@ -147,6 +147,8 @@ class WorkerSpec(ModuleContent):
     # Of torch.distributed; None: the links of ``peers``.
     backend: Literal["gloo", "nccl"] | None = None
     lr_scale: float = 1.0  # factor of learning rates of the module's optimizers
+    # Epochs or batches of the whole training, as ``schedule_every`` counts; None: not known.
+    length: int | None = None
 
     def to_json(self) -> str:
         """Return the spec as canonical JSON (sorted keys), as stored in the module's image."""
@@ -156,6 +158,13 @@ class WorkerSpec(ModuleContent):
     def from_json(cls, text: str | bytes) -> Self:
         """Parse the output of :meth:`to_json`; raises pydantic's ``ValidationError`` otherwise."""
         return cls.model_validate_json(text)
+
+    @property
+    def schedule_length(self) -> int | None:
+        """Steps that the schedule makes in the whole training, by the worker's own batches."""
+        if self.length is None or self.schedule_every == "epoch":
+            return self.length
+        return -(-self.length // self.elastic.get(module_of(self.module), self.replicas))
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -253,7 +262,10 @@ _OF_THE_HOST = {"path", "workers"}
 _NO_CONTENT: dict[str, Any] = {
     "cpus": True,
     "links": set(LinksSpec.model_fields) - {"dtype", "gradient_dtype"},
-    "head": {"sync_steps": True, "checkpoint": True, "data": _OF_THE_HOST},
+    "head": {
+        **dict.fromkeys(("sync_steps", "checkpoint", "epochs", "steps"), True),
+        "data": _OF_THE_HOST,
+    },
     "tail": {"labels": _OF_THE_HOST},
 }
 """Of the parts of a :class:`ModuleContent`."""

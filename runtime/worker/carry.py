@@ -139,8 +139,7 @@ def _take_layers(step: ModuleStep, its: dict[str, tuple[_Module, str]], like: _M
             if type(its_own) is type(optimizer) and old.parameters[name] in its_own.state:
                 optimizer.state[p] = copy.deepcopy(its_own.state[old.parameters[name]])
     step.batches, optimization.gathered = like.step.batches, like.step.optimization.gathered
-    epochs = like.document["epochs_ended"]
-    optimization.step_schedules(step.batches if step.spec.schedule_every == "batch" else epochs)
+    optimization.catch_up(step.batches, like.document["epochs_ended"])
 
 
 def _take_recurrent(step: ModuleStep, its: dict[str, tuple[_Module, str]]) -> None:

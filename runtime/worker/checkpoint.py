@@ -27,7 +27,7 @@ from torch import Tensor
 from dni_runtime import __version__
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.core.training import sparse_parameters
+from dni_runtime.core.training import has_auto, sparse_parameters
 from dni_runtime.errors import CheckpointError, DamagedError, DataError
 from dni_runtime.files import opened, pinned, write_atomic
 from dni_runtime.run.cuts import (
@@ -82,6 +82,7 @@ def snapshot(step: ModuleStep) -> State:
         "optimizers": {},
         "gathered": optimization.gathered,
         "schedules": [schedule.state_dict() for schedule in optimization.schedules],
+        "length": step.spec.schedule_length,
     }
     if optimization.scale is not None:
         document["loss_scale"] = [optimization.scale.value, optimization.scale.steps]
@@ -133,6 +134,8 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
             hint="specs/ in the run directory has changed since: restore it, or start a new run "
             "with 'dnictl up'",
         )
+    # What 'auto' stands for has changed: schedules and their rates are those of the new length.
+    anew = has_auto(step.spec.schedule) and document.get("length") != step.spec.schedule_length
     try:
         step.layers.load_state_dict(_under(tensors, "layers."))
         if step.interface is not None:
@@ -143,7 +146,8 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
             for key, value in _under(tensors, f"optimizer.{name}.").items():
                 index, field = key.split(".", 1)
                 state.setdefault(int(index), {})[field] = value
-            optimizer.load_state_dict({"state": state, "param_groups": saved["groups"]})
+            groups = optimizer.state_dict()["param_groups"] if anew else saved["groups"]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
         optimization = step.optimization
         if optimization.average is not None:
             optimization.average.load_state_dict(_under(tensors, "average."))
@@ -164,9 +168,12 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
         optimization.gathered = document["gathered"]
         if optimization.scale is not None:
             optimization.scale.value, optimization.scale.steps = document["loss_scale"]
-        for schedule, state in zip(optimization.schedules, document["schedules"], strict=True):
-            schedule.load_state_dict(_with_numbers(state))
         step.batches = document["batches"]
+        for schedule, state in zip(optimization.schedules, document["schedules"], strict=True):
+            if not anew:
+                schedule.load_state_dict(_with_numbers(state))
+        if anew:
+            optimization.catch_up(step.batches, document["epochs_ended"])
         torch.set_rng_state(tensors["random.cpu"])
         if step.device.type == "cuda" and "random.device" in tensors:
             torch.cuda.set_rng_state(tensors["random.device"], step.device)

@@ -40,6 +40,10 @@ class Position:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def next_epoch(self) -> Position:
+        """Return the position before the next epoch."""
+        return Position(epoch=self.epoch + 1, step=self.step, synced=self.synced)
+
     def sync(self, role: HeadRole) -> Mark:
         """Return SYNC for a marker here, if there are replicas and they have trained since one."""
         return Mark.SYNC if role.sync_steps and self.step > self.synced else NOTHING
@@ -240,4 +244,4 @@ def _left(source: DataSource, role: HeadRole, at: Position) -> int:
 def _next(at: Position, last: bool) -> Position:
     if last:
         return replace(at, phase="end", eval_batch=0)
-    return Position(epoch=at.epoch + 1, step=at.step, synced=at.synced)
+    return at.next_epoch()

@@ -13,7 +13,7 @@ EventKind = Literal[
     "run_ended", "worker_started", "worker_running", "worker_ended", "worker_restarting",
     "worker_killed", "worker_diverged", "worker_warning", "worker_moved", "restart_requested",
     "checkpoint_damaged", "node_lost", "scale_requested", "scaled", "replica_lost",
-    "no_room", "callback_failed",
+    "no_room", "callback_failed", "run_extended",
 ]  # fmt: skip
 
 
@@ -36,6 +36,7 @@ class Event(Document):
     delay_s: float | None = None
     reason: str | None = None
     after_s: float | None = None
+    epochs: int | None = None
     batch: int | None = None
     what: str | None = None
     times: int | None = None

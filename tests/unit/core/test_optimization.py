@@ -137,6 +137,40 @@ def test_schedules_in_sequence() -> None:
     assert rates == expected
 
 
+@pytest.mark.parametrize(
+    ("schedule", "fixed"),
+    [
+        ("{CosineAnnealingLR: {T_max: %s}}", 7),
+        ("{SequentialLR: {milestones: [3], schedules: [{LinearLR: {total_iters: 3}}, "
+         "{CosineAnnealingLR: {T_max: %s}}]}}", 4),
+    ],
+)  # fmt: skip
+def test_auto_is_the_whole_training(schedule: str, fixed: int) -> None:
+    """In a schedule after a milestone, what is left."""
+    rates: list[list[float]] = []
+    for number in ("auto", fixed):
+        text = CHAIN % (
+            f"exact, schedule_every: batch, schedule: {schedule % number}",
+            "{SGD: {lr: 0.1}}",
+        )
+        worker = specs_of(f"steps: 7\n{text}", INFO)[-1]
+        optimization = ModuleStep(worker).optimization
+        rates.append([])
+        for _ in range(7):
+            rates[-1].append(optimization.optimizers["module"].param_groups[0]["lr"])
+            optimization.count(1)
+    assert rates[0] == rates[1]
+
+
+def test_the_length_of_a_training_must_be_known() -> None:
+    text = CHAIN % (
+        "exact, schedule_every: batch, schedule: {OneCycleLR: {max_lr: 1, total_steps: auto}}",
+        "SGD",
+    )
+    error = refused(text, INFO, "total_steps: auto needs the length of the training")
+    assert "schedule.OneCycleLR.total_steps" in str(error)
+
+
 def test_a_schedule_that_has_ended_keeps_its_last_rate() -> None:
     one_cycle = "{OneCycleLR: {max_lr: 0.1, total_steps: 4}}"
     step = tail(f"schedule_every: batch, schedule: {one_cycle}", "{Adam: {lr: 0.1}}")

@@ -8,12 +8,15 @@ import pytest
 
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError, UsageError
-from dni_runtime.plan.carrying import carry_over
+from dni_runtime.files import write_json
+from dni_runtime.plan.carrying import carry_over, extend, going_on
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.prepare import CheckedChain, prepare
+from dni_runtime.run.cuts import is_over, verify
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 from dni_runtime.worker.checkpoint import read, snapshot, write_part
+from dni_runtime.worker.stream import Phase, Position
 
 CHAIN = """\
 name: x
@@ -48,12 +51,13 @@ def carried(prepared: CheckedChain, record: Record) -> CheckedChain:
     return carry_over(prepared, record, RunState.read(record.run))
 
 
-def write(root: Path, prepared: CheckedChain, *, over: bool) -> None:
+def write(root: Path, prepared: CheckedChain, *, over: bool, step: int = 5) -> None:
     for number, worker in enumerate(prepared.workers):
         tensors, document = snapshot(ModuleStep(worker))
         stream = {"cut": 5, "epoch": 1, "epochs_ended": 0, "step": 5, "samples": 160, "over": over}
         stream |= {"counted": {"epoch": 1, "batches": 5}}
-        position = {} if number else {"position": {"epoch": 1, "batch": 5}}
+        at = Position(epoch=1, batch=step, step=step, phase="end" if over else "train")
+        position = {} if number else {"position": at.to_dict()}
         write_part(Record.read(root).run, worker.module, (tensors, document | stream | position))
 
 
@@ -82,9 +86,48 @@ def test_other_batches_are_refused(stopped: Record, tmp_path: Path) -> None:
 
 def test_a_run_that_has_finished_is_refused(stopped: Record, tmp_path: Path) -> None:
     prepared = chain(tmp_path, end=f", {MIDDLE}", width=9)
-    write(stopped.run.root, prepared, over=True)
-    with pytest.raises(UsageError, match="run 'old' has finished"):
+    assert prepared.total_steps is not None
+    write(stopped.run.root, prepared, over=True, step=prepared.total_steps)
+    with pytest.raises(UsageError, match="run 'old' has finished what the chain asks for"):
         carried(prepared, stopped)
+
+
+@pytest.mark.parametrize(
+    ("phase", "batch", "ended", "expected"),
+    [
+        ("end", 45, 2, Position(epoch=3, step=90, synced=90)),
+        ("test", 7, 1, Position(epoch=2, batch=7, step=90, synced=90)),  # ended by its patience
+        ("end", 7, 2, Position(epoch=2, batch=7, step=90, synced=90)),  # by its number of steps
+        ("eval", 45, 2, Position(2, "eval", 45, 90, eval_batch=3, synced=90)),
+    ],
+)
+def test_where_a_stream_goes_on(phase: Phase, batch: int, ended: int, expected: Position) -> None:
+    at = Position(2, phase, batch, 90, eval_batch=3, synced=90)
+    part = {"over": True, "epochs_ended": ended, "position": at.to_dict(), "again": {}}
+    found = going_on(part, 45)
+    assert Position(**found["position"]) == expected
+    assert not found["over"]
+    assert going_on({"over": True}, 45) == {"over": False}
+
+
+def test_more_epochs(stopped: Record, tmp_path: Path) -> None:
+    prepared = chain(tmp_path, end=f", {MIDDLE}", width=9)
+    assert prepared.total_steps is not None
+    write(stopped.run.root, prepared, over=True, step=prepared.total_steps)
+    hashes = [worker.hash for worker in stopped.specs()[1]]
+    longer = extend(stopped, 3)
+    made, workers = longer.specs()
+    assert (longer.epochs, made.epochs, longer.total_steps) == (3, 3, 3 * prepared.total_steps)
+    assert workers[0].head is not None
+    assert [workers[0].head.epochs, *(worker.length for worker in workers)] == [3, 3, 3]
+    assert [worker.hash for worker in workers] == hashes, "images and checkpoints fit"
+    assert not is_over(longer.run, longer.modules)
+    verify(longer.run, 5, longer.modules)
+    assert extend(longer, 3) == longer
+    steps = made.model_copy(update={"steps": 9})
+    write_json(longer.run.chain, steps.model_dump(mode="json"))
+    with pytest.raises(UsageError, match="ends after 'steps: 9', not by its epochs"):
+        extend(longer, 4)
 
 
 def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -67,3 +67,10 @@ def test_an_outer_momentum_needs_more_than_the_largest_numbers(
 ) -> None:
     found = advice(replicas(f"{strategy}, compression: {compression}"))
     assert any("'top-k' below a share of 0.05" in one for one in found) is warns
+
+
+def test_a_schedule_that_ends_before_the_training() -> None:
+    text = CHAIN % ("exact, schedule: {CosineAnnealingLR: {T_max: %s}}", "ReLU")
+    (found,) = advice(specs_of("epochs: 9\n" + text % 4, INFO))
+    assert "ends after 4 of 9 epochs: 'T_max: auto' is the whole training" in found
+    assert advice(specs_of("epochs: 9\n" + text % "auto", INFO)) == []

@@ -1,0 +1,81 @@
+"""A run that has finished is trained further: as if it had been one training."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from dni_runtime import Chain, Run
+from dni_runtime.errors import UsageError
+from dni_runtime.run.cuts import complete_cuts, read_document
+from tests.e2e.conftest import Site
+
+pytestmark = pytest.mark.e2e
+
+CHAIN = """\
+name: digits
+seed: 3
+data: {dataset: digits, batch_size: 64, flatten: true, train_limit: 512, eval_limit: 128}
+epochs: %d
+defaults: {interface: exact, optimizer: {Adam: {lr: 0.01}}, schedule: %s}
+modules:
+  - name: bottom
+    layers: [{Linear: {in_features: 64, out_features: 32}}, ReLU, {Dropout: {p: 0.1}}]
+  - name: top
+    layers: [{Linear: {in_features: 32, out_features: 10}}]
+"""
+FIXED = "{StepLR: {step_size: 1, gamma: 0.5}}"
+AUTO = "{CosineAnnealingLR: {T_max: auto}}"
+
+
+def train(folder: Path, epochs: int, schedule: str) -> Run:
+    path = folder / "chain.yaml"
+    path.write_text(CHAIN % (epochs, schedule))
+    run = Chain(path).train(backend="process", runs=folder / "runs")
+    assert run.wait(120).phase == "finished"
+    return run
+
+
+@pytest.mark.timeout(300)
+def test_two_epochs_and_two_more_are_four(site: Site) -> None:
+    whole = train(site.folder, 4, FIXED)
+    run = train(site.folder, 2, FIXED)
+    with pytest.raises(UsageError, match="has trained 2 epochs: 2 epochs in all add none"):
+        run.resume(epochs=2)
+    assert run.state().phase == "finished"
+    with pytest.raises(UsageError, match="--epochs 4"):
+        run.resume()
+    shown = site.run("resume", run.name, "--epochs", "4").stdout
+    assert "finished" in shown
+    assert "epoch 4/4" in shown
+    found, expected = run.state_dict(), whole.state_dict()
+    assert all(found[name].equal(value) for name, value in expected.items())
+    one, other = (each.status().evaluations for each in (run, whole))
+    assert [each.figures for each in one] == [each.figures for each in other]
+    assert [each.epoch for each in one] == [1, 2, 3, 4]
+    kinds = [event.event for event in run.events()]
+    assert kinds.index("run_ended") < kinds.index("run_extended") < kinds.index("run_ended", -1)
+    assert run.state().phase == "finished"
+
+    # the same by '--carry', with another learning rate in the chain
+    (site.folder / "chain.yaml").write_text((CHAIN % (5, FIXED)).replace("lr: 0.01", "lr: 0.002"))
+    said = site.run("up", "--carry", run.name, "--backend", "process").stdout
+    assert "epoch 5/5" in said
+    with pytest.raises(UsageError, match="has finished what the chain asks for"):
+        Chain(site.folder / "chain.yaml").train(carry=Run.find(runs=site.folder / "runs"))
+
+
+@pytest.mark.timeout(300)
+def test_a_schedule_of_the_whole_training(site: Site) -> None:
+    """Its rates after two of two epochs go on as those of four: nothing else would be a cosine."""
+    run = train(site.folder, 2, AUTO)
+    run.resume(epochs=4)
+    assert run.wait(120).phase == "finished"
+    rates = [
+        read_document(run.directory.checkpoint(cut, "top"))["optimizers"]["module"]["groups"][0]
+        for cut in complete_cuts(run.directory, run.modules)[-2:]
+    ]
+    expected = [0.01 * (1 + math.cos(math.pi * epoch / 4)) / 2 for epoch in (3, 4)]
+    assert [rate["lr"] for rate in rates] == pytest.approx(expected)
