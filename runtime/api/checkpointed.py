@@ -90,30 +90,25 @@ class Checkpointed:
         """The trained weights under the names of the network that they are from.
 
         That is the one of ``Piece``, or the one that ``init`` has taken them from. It loads them:
-        ``load_state_dict(strict=True)``.
+        ``load_state_dict(strict=True)``. Else it is :meth:`model`: ``bottom.0.weight``.
 
         Args:
             cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
             force: Return weights that are not finite, too.
 
         Raises:
-            UsageError: A module's weights have no names but their own.
+            UsageError: ``init.names`` leaves out some of a module's weights.
             DniError: As :meth:`choose_cut`.
         """
         from dni_runtime.core.export import trained_tensors
         from dni_runtime.core.finite import all_finite_or_masks
-        from dni_runtime.plan.initial import name_in_file
+        from dni_runtime.plan.initial import name_in_file, network_names
 
         states = self._states_of(self.choose_cut(force=force)[0] if cut is None else cut)
         chain, workers = self.record.specs()
         found: dict[str, Tensor] = {}
         for worker, module in zip(workers, chain.modules, strict=True):
-            names = {
-                f"{number}.network": ""
-                for number, layer in enumerate(worker.layers)
-                if layer.type == "Piece"
-            }
-            names |= module.init.names if module.init is not None else {}
+            names = network_names(worker.module, worker.layers, module.init)
             for own, value in trained_tensors(worker, states).items():
                 theirs = name_in_file(own, names)
                 if theirs is None:

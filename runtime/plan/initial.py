@@ -1,31 +1,35 @@
-"""Initial weights from a file or another run, by the original model's parameter names."""
+"""Initial weights from a file or another run, by the original model's parameter names.
+
+Weights of a network that was split have its own names, too: in runs and exports by ``Piece``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
+from dni_runtime.core.export import LAYERS_PREFIX, METADATA, ExportHeader
 from dni_runtime.core.layers import tensors_of
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.files import pinned, write_atomic
 from dni_runtime.run.cuts import complete_cuts, tensors_file
-from dni_runtime.run.documents.records import RunRecord
+from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
-from dni_runtime.spec import ChainSpec, InitSpec, WorkerSpec
+from dni_runtime.spec import ChainSpec, InitSpec, LayerSpec, WorkerSpec
 from dni_runtime.spec.load import suggestion
 from dni_runtime.spec.replicas import replicas_of
-
-_LAYERS = "layers."
-"""Prefix of a module's own tensors in its checkpoint."""
+from dni_runtime.split.network import read_state_dict
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file."""
+    """A tensor in a file."""
 
     file: Path
     key: str  # its name there
@@ -57,10 +61,16 @@ def find_initial(chain: ChainSpec, workers: tuple[WorkerSpec, ...], base: Path) 
 
 def write_initial(run: RunDir, weights: Weights) -> None:
     """Copy the initial weights into a run directory, one file per module."""
+    pickled: dict[Path, dict[str, Tensor]] = {}  # they can only be read whole
     for module, tensors in weights.items():
         loaded = {}
         for name, entry in tensors.items():
             try:
+                if entry.file.suffix != ".safetensors":
+                    if entry.file not in pickled:
+                        pickled[entry.file] = read_state_dict(entry.file)
+                    loaded[name] = pickled[entry.file][entry.key].clone()
+                    continue
                 with pinned(entry.file) as file, safe_open(file, framework="pt") as reader:
                     loaded[name] = reader.get_tensor(entry.key).clone()
             except (OSError, SafetensorError) as error:
@@ -74,34 +84,72 @@ def write_initial(run: RunDir, weights: Weights) -> None:
 def _stored(path: Path, at: tuple[str | int, ...]) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensors of a file, or of a run's newest checkpoint, with their names."""
     if path.is_dir():
-        run = RunDir(path)
-        record = RunRecord.load(run.record)
-        cuts = [] if record is None else complete_cuts(run, record.modules)
-        if record is None or not cuts:
-            what = "is not a run directory" if record is None else "has no complete checkpoint"
-            raise SpecError(f"{str(path)!r} {what}", location=at)
-        for module, workers in replicas_of(record.modules).items():
-            file = tensors_file(run.checkpoint(cuts[-1], workers[0]))
-            for key, shape in _header(file, at):
-                if key.startswith(_LAYERS):
-                    name = f"{module}.{key.removeprefix(_LAYERS)}"
-                    yield name, StoredTensor(file, key, shape)
+        if not RunDir(path).record.exists():
+            raise SpecError(f"{str(path)!r} is not a run directory", location=at)
+        record = Record.read(path)
+        cuts = complete_cuts(record.run, record.modules)
+        if not cuts:
+            raise SpecError(f"{str(path)!r} has no complete checkpoint", location=at)
+        chain, workers = record.specs()
+        replicas = replicas_of(record.modules)
+        for worker, module in zip(workers, chain.modules, strict=True):
+            file = tensors_file(record.run.checkpoint(cuts[-1], replicas[worker.module][0]))
+            names = network_names(worker.module, worker.layers, module.init)
+            for key, shape in _header(file, at)[0]:
+                own = key.removeprefix(LAYERS_PREFIX)
+                if key != own:
+                    yield f"{worker.module}.{own}", StoredTensor(file, key, shape)
+                    if (name := name_in_file(own, names)) is not None:
+                        yield name, StoredTensor(file, key, shape)
         return
     file = path.resolve()  # the user's own links are followed
-    for key, shape in _header(file, at):
+    if file.suffix != ".safetensors" and file.is_file():
+        try:
+            state = read_state_dict(file)
+        except DataError as error:
+            raise SpecError(error.message, location=at, hint=error.hint) from None
+        yield from (
+            (key, StoredTensor(file, key, tuple(value.shape))) for key, value in state.items()
+        )
+        return
+    tensors, description = _header(file, at)
+    parts: dict[str, Sequence[LayerSpec]] = {}
+    if description is not None:
+        parts = {one.name: one.layers for one in description.modules}
+    for key, shape in tensors:
         yield key, StoredTensor(file, key, shape)
+        of, _, own = key.partition(".")
+        if (name := name_in_file(own, network_names(of, parts.get(of, ())))) is not None:
+            yield name, StoredTensor(file, key, shape)
 
 
-def _header(file: Path, at: tuple[str | int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+def _header(
+    file: Path, at: tuple[str | int, ...]
+) -> tuple[list[tuple[str, tuple[int, ...]]], ExportHeader | None]:
+    """Return names and shapes of a file's tensors, and the network if 'dnictl export' wrote it."""
     try:
         with pinned(file) as name, safe_open(name, framework="pt") as reader:
-            return [(key, tuple(reader.get_slice(key).get_shape())) for key in reader.keys()]  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+            text = (reader.metadata() or {}).get(METADATA)
+            shapes = [(key, tuple(reader.get_slice(key).get_shape())) for key in reader.keys()]  # noqa: SIM118
+            return shapes, None if text is None else ExportHeader.model_validate_json(text)
+    except (OSError, SafetensorError, ValidationError) as error:
         raise SpecError(
             f"{str(file)!r} cannot be read: {error}",
             location=at,
-            hint="use a .safetensors file or a run directory",
+            hint="use a run directory, an exported file, or a state dict (.safetensors, .pt)",
         ) from None
+
+
+def network_names(
+    module: str, layers: Sequence[LayerSpec], init: InitSpec | None = None
+) -> dict[str, str]:
+    """Return prefixes of a module's parameters, with those of the network that they are from.
+
+    What is neither a network's own nor named by ``init`` goes by the module's name.
+    """
+    names = {"": module} if init is None or not init.names else dict(init.names)
+    pieces = (number for number, layer in enumerate(layers) if layer.type == "Piece")
+    return {f"{number}.network": "" for number in pieces} | names
 
 
 def _matched(
@@ -111,7 +159,7 @@ def _matched(
     at: tuple[str | int, ...],
 ) -> dict[str, StoredTensor]:
     """Return the location of each of a module's tensors."""
-    names = init.names or {"": worker.module}
+    names = init.names or network_names(worker.module, worker.layers)
     tensors: dict[str, StoredTensor] = {}
     needed = tensors_of(worker)
     for prefix in init.names if at[0] == "modules" else ():  # defaults map names of all modules

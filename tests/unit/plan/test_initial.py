@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from dni_runtime.api.checkpointed import Checkpointed
 from dni_runtime.core.layers import build_layers, load_initial
+from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.initial import write_initial
 from dni_runtime.plan.prepare import CheckedChain, prepare
-from dni_runtime.run.documents.records import RunRecord
+from dni_runtime.plan.splitting import split_chain
+from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
-from dni_runtime.worker.checkpoint import write_part
+from dni_runtime.worker.checkpoint import snapshot, write_part
 
 CHAIN = """\
 name: fine
@@ -30,6 +34,19 @@ modules:
     %s
   - name: b
     layers: [{Linear: {in_features: 8, out_features: 10}}]
+"""
+
+
+NET = """\
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.head = nn.Linear(64, 16), nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.head(self.body(self.stem(x).relu()).relu())
 """
 
 
@@ -73,13 +90,8 @@ def test_a_prefix_that_is_not_named_is_drawn(
 
 
 def test_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "old")
-    run.create()
     plain = prepared(tmp_path)
-    RunRecord(
-        run="old", chain="c", modules=("a", "b"), backend="process", epochs=1, created=0.0,
-        chain_file=Path("c.yaml"),
-    ).write(run.record)  # fmt: skip
+    run = create_run(tmp_path / "old", plain, backend="process")
     for cut, value in ((5, 0.5), (9, 0.9)):
         for worker in plain.workers:
             state = build_layers(worker.layers).state_dict()
@@ -94,6 +106,40 @@ def test_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
     write_initial(new, again.initial)
     assert float(load_file(new.initial("b"))["0.weight"][0, 0]) == pytest.approx(0.9)
     assert "1.0.num_batches_tracked" in load_file(new.initial("a"))
+
+
+@pytest.mark.parametrize("of", ["run", "export", "state.pt", "state.safetensors"])
+def test_by_the_own_names_of_a_network_that_was_split(tmp_path: Path, of: str) -> None:
+    """What a run, an export and a state dict hold gives the same weights, however it is cut."""
+    (tmp_path / "nets.py").write_text(NET)
+    chain = tmp_path / "chain.yaml"
+    data = {"dataset": "digits", "flatten": True}
+    two = split_chain("nets:Net", chain, {"data": data}, at=["stem"]).prepared
+    run = create_run(tmp_path / "run", two, backend="process")
+    for worker in two.workers:
+        tensors, document = snapshot(ModuleStep(worker))
+        write_part(run, worker.module, (tensors, document | {"cut": 5}))
+    trained = Checkpointed(Record.read(run.root))
+    if of == "export":
+        trained.export(tmp_path / "export.safetensors")
+    elif of != "run":
+        trained.export(tmp_path / of, state_dict=True)
+    other = tmp_path / "other.yaml"
+    split_chain("nets:Net", other, {"data": data}, at=["body"])
+    file = {"export": "export.safetensors"}.get(of, of)
+    other.write_text(re.sub(r"file: other.safetensors", f"file: {file}", other.read_text()))
+    new = create_run(tmp_path / "new", prepare(other), backend="process")
+    expected = trained.state_dict()
+    first = load_file(new.initial("part-1"))
+    assert set(first) == {f"0.network.{name}" for name in expected if "head" not in name}
+    assert all(value.equal(expected[name[10:]]) for name, value in first.items())
+    with pytest.raises(SpecError, match=r"did you mean 'stem\.weight'"):
+        prepare(_written(other, other.read_text().replace("0.network: ''", "0.network.stem: stm")))
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
 
 
 @pytest.mark.parametrize(
