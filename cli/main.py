@@ -70,6 +70,7 @@ GROUPS = {
     },
     "Use and measure": {
         "export": "dnictl.runs",
+        "predict": "dnictl.predict",
         "bench": "dnictl.measure",
         "compare": "dnictl.measure",
         "reference": "dnictl.measure",

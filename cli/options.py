@@ -114,11 +114,16 @@ run_dir_option = click.option(
 )
 
 
+def trusted() -> bool:
+    """Whether --trust was given."""
+    return _TRUST in click.get_current_context().meta
+
+
 def chosen_run(name: str | None, runs: Path) -> Run:
     """Return the run of this name, trusted with --trust; by default the user's latest."""
     from dni_runtime.api.run import Run
 
-    return Run.find(name, runs, trust=_TRUST in click.get_current_context().meta)
+    return Run.find(name, runs, trust=trusted())
 
 
 def chosen_chain(

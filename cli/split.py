@@ -33,7 +33,8 @@ links_option = click.option(
 )  # fmt: skip
 
 
-def _mapping(text: str, option: str) -> dict[str, Any]:
+def mapping(text: str, option: str) -> dict[str, Any]:
+    """Return what an option says in YAML."""
     from dni_runtime.spec.load import parse_yaml
 
     try:
@@ -99,7 +100,7 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
         target,
         output,
         settings,
-        args=_mapping(args, "--args") if args else {},
+        args=mapping(args, "--args") if args else {},
         at=_names(options.pop("at")),
         takes=_names(options.pop("takes")),
         **options,
@@ -249,4 +250,4 @@ def _interface(part: NetworkPart) -> str:
 
 
 def _data(text: str) -> dict[str, Any]:
-    return {"dataset": text} if "{" not in text and "\n" not in text else _mapping(text, "--data")
+    return {"dataset": text} if "{" not in text and "\n" not in text else mapping(text, "--data")

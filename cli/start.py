@@ -135,9 +135,10 @@ def resume(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Resume a run that was stopped or failed, or train one further.
+    """Resume a run that was stopped or failed.
 
-    It starts from the newest complete checkpoint. A Slurm job's script is submitted again.
+    It starts from the newest complete checkpoint. A Slurm job's script is submitted again. With
+    --epochs it is trained further, also if it has finished.
 
     \b
     Examples:

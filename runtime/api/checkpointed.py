@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dni_runtime.errors import DamagedError, DivergedError, UnavailableError, UsageError
 from dni_runtime.run.cuts import choose_cut, tensors_file
@@ -14,6 +16,14 @@ from dni_runtime.spec.replicas import replicas_of
 
 if TYPE_CHECKING:  # torch takes a while to import
     from torch import Tensor, nn
+
+    from dni_runtime.core.forward import Inputs
+    from dni_runtime.data import Batch
+    from dni_runtime.measure.predictions import Metrics, Predictions
+    from dni_runtime.spec import DataSpec, WorkerSpec
+
+Data: TypeAlias = str | Path | Mapping[str, Any]
+"""A data set by name or import path, a path, or keys of the chain's ``data``."""
 
 
 def check_ending(output: Path, *, state_dict: bool) -> None:
@@ -142,7 +152,13 @@ class Checkpointed:
         with importing_from(self.directory.sources):
             return assemble(self.record.specs()[1], states)
 
-    def evaluate(self, cut: int | None = None) -> dict[str, float]:
+    def evaluate(
+        self,
+        cut: int | None = None,
+        *,
+        data: Data | None = None,
+        metrics: Metrics | None = None,
+    ) -> dict[str, float]:
         """Loss and metrics of the trained network on the test set, else the evaluation samples.
 
         They are computed here, in one process, as the run's own evaluations are: in the modules'
@@ -150,15 +166,51 @@ class Checkpointed:
 
         Args:
             cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+            data: As in :meth:`predict`.
+            metrics: Instead of the chain's, as in ``chain.yaml``.
 
         Raises:
             DniError: As :meth:`choose_cut`; or the data cannot be read here.
         """
-        from dni_runtime.core.chain import predict
         from dni_runtime.core.evaluation import evaluate
+        from dni_runtime.core.losses import ChainLoss
+        from dni_runtime.core.metrics import check_metrics
+        from dni_runtime.measure.predictions import parse_metrics
+
+        with self._network(cut, data) as (network, batches, tail):
+            if metrics is not None and tail.tail is not None:
+                chosen = parse_metrics(metrics)
+                loss = ChainLoss(tail.loss, tail.prediction, tail.label)
+                check_metrics(chosen, loss, tail.prediction, tail.label)
+                role = tail.tail.model_copy(update={"metrics": chosen})
+                tail = tail.model_copy(update={"tail": role})
+            return evaluate(network, batches, tail)
+
+    def predict(self, data: Data | None = None, cut: int | None = None) -> Predictions:
+        """The trained network's outputs on the test set, else the evaluation samples.
+
+        Args:
+            data: Other data: a data set by name or import path, a path, or keys of the chain's
+                ``data`` (``labels: none``: it has none); its evaluation samples are taken.
+            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+
+        Raises:
+            DniError: As :meth:`choose_cut`; or the data cannot be read here.
+        """
+        from dni_runtime.measure.predictions import Predictions
+
+        with self._network(cut, data) as (network, batches, tail):
+            metrics = () if tail.tail is None else tail.tail.metrics
+            return Predictions.of(network, batches, tail.loss, metrics)
+
+    @contextmanager
+    def _network(
+        self, cut: int | None, data: Data | None
+    ) -> Iterator[tuple[Callable[[Inputs], Tensor], Iterator[Batch], WorkerSpec]]:
+        """Give the whole network, batches of the data, and the tail's spec."""
+        from dni_runtime.core.chain import predict
         from dni_runtime.core.export import load_trained
         from dni_runtime.core.forward import ModuleForward
-        from dni_runtime.data import open_data
         from dni_runtime.plan.prepare import importing_from
 
         self.check_trusted()
@@ -168,14 +220,75 @@ class Checkpointed:
             modules = [ModuleForward(worker) for worker in workers]
             for module in modules:
                 load_trained(module.layers, module.spec, states)
-            source = open_data(
-                chain.data.at(self.record.data).of_replica(1), sources, seed=chain.seed
-            )
-            batches = source.test_batches() if source.has_test else source.eval_batches()
-            return evaluate(lambda x: predict(modules, x), batches, workers[-1])
+            own = chain.data.at(self.record.data).of_replica(1)
+            batches = evaluation_batches(data, own, sources, seed=chain.seed)
+            yield lambda x: predict(modules, x), batches, workers[-1]
 
     def _states_of(self, cut: int) -> dict[str, Path]:
         return {  # replicas are the same at a checkpoint
             module: tensors_file(self.directory.checkpoint(cut, workers[0]))
             for module, workers in replicas_of(self.modules).items()
         }
+
+
+def evaluation_batches(
+    data: Data | None, own: DataSpec | None, sources: Path, *, seed: int = 0
+) -> Iterator[Batch]:
+    """Open the test set, else the evaluation samples, of a data set.
+
+    ``own`` is the chain's, from which keys are taken that ``data`` leaves out. Paths start in the
+    working directory, imports in ``sources``.
+    """
+    from dni_runtime.data import DATASETS, Half, open_data
+    from dni_runtime.spec.data import LabelsSpec
+
+    half: Half | None
+    spec, half = own, None
+    if data is not None:
+        if not isinstance(data, Mapping):
+            named = str(data) in DATASETS or ":" in str(data)
+            data = {"dataset" if named else "path": str(data)}
+        if data.get("path") is not None:
+            data = {**data, "path": str(Path(data["path"]).expanduser().absolute())}
+        half = "samples" if data.get("labels") == "none" else None
+        spec = _other_data({key: data[key] for key in data if key != "labels" or not half}, own)
+        if half is not None:  # as of a head whose tail has the labels
+            spec = spec.model_copy(update={"labels": LabelsSpec(dataset=spec.dataset)})
+    if spec is None:
+        raise UsageError("no data is named", hint="--data '{dataset: npz, path: FILE}'")
+    source = open_data(spec, sources, seed=seed, half=half)
+    return source.test_batches() if source.has_test else source.eval_batches()
+
+
+def _other_data(data: Mapping[str, Any], own: DataSpec | None) -> DataSpec:
+    """Return other data, read as ``own`` are, of which all evaluation samples are taken."""
+    from pydantic import ValidationError
+
+    from dni_runtime.spec import DataSpec
+    from dni_runtime.spec.load import explain_details
+
+    kept: dict[str, Any] = {}
+    if own is not None:
+        limits = {"train_limit", "eval_limit", "validation", "augment", "labels"}
+        reading = {"batch_size", "eval_batch_size", "flatten", "normalize", "streams"}
+        kept = own.model_dump(include=reading if "dataset" in data else None, exclude=limits)
+    try:
+        return DataSpec.model_validate({**kept, **data})
+    except ValidationError as error:
+        where, what, hint = explain_details(error, DataSpec)
+        raise UsageError(f"{'.'.join(map(str, ('data', *where)))}: {what}", hint=hint) from None
+
+
+def predict_model(file: Path, data: Data | None, *, trust: bool = False) -> Predictions:
+    """Return the outputs of an exported network; its loss is taken to be a cross-entropy."""
+    from dni_runtime.core.export import load_model
+    from dni_runtime.core.forward import as_inputs
+    from dni_runtime.measure.predictions import Predictions
+    from dni_runtime.plan.prepare import importing_from
+    from dni_runtime.spec import Choice
+
+    with importing_from(Path.cwd()):
+        model = load_model(file, trust=trust)
+        batches = evaluation_batches(data, None, Path.cwd())
+        loss = Choice(name="CrossEntropyLoss")
+        return Predictions.of(lambda x: model(*as_inputs(x)), batches, loss)

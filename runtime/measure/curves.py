@@ -1,14 +1,19 @@
-"""Pictures of learning curves."""
+"""Pictures of learning curves, and of confusion matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dni_runtime.errors import UnavailableError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+_WRITTEN = 25
+"""The most classes whose counts are written into a confusion matrix."""
 
 
 class Panel(NamedTuple):
@@ -24,13 +29,7 @@ def draw_curves(title: str, panels: Sequence[Panel]) -> Figure:
 
     Raises ``UnavailableError`` if matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UnavailableError(
-            "a figure needs the package 'matplotlib'", hint="pip install 'dni-runtime[plot]'"
-        ) from None
-    figure = Figure(figsize=(4.5 * max(len(panels), 1), 3.6), layout="constrained")
+    figure = _figure(4.5 * max(len(panels), 1), 3.6)
     for number, panel in enumerate(panels, 1):
         axes = figure.add_subplot(1, len(panels), number)
         for label, points in panel.curves.items():
@@ -44,3 +43,34 @@ def draw_curves(title: str, panels: Sequence[Panel]) -> Figure:
             axes.legend(fontsize="small")
     figure.suptitle(title)
     return figure
+
+
+def draw_matrix(counts: Sequence[Sequence[int]]) -> Figure:
+    """Draw a confusion matrix: a row for each label, shaded by its share, with the counts.
+
+    Raises ``UnavailableError`` if matplotlib is not installed.
+    """
+    classes = len(counts)
+    side = min(max(0.45 * classes, 3.0), 12.0)
+    figure = _figure(side + 1.0, side)
+    axes = figure.add_subplot()
+    shares = [[one / (sum(row) or 1) for one in row] for row in counts]
+    figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the label")
+    axes.set(xlabel="prediction", ylabel="label")
+    if classes <= _WRITTEN:
+        axes.set(xticks=range(classes), yticks=range(classes))
+        for row, column in product(range(classes), repeat=2):
+            colour = "white" if shares[row][column] > 0.5 else "black"
+            text = str(counts[row][column])
+            axes.text(column, row, text, color=colour, fontsize="small", ha="center", va="center")
+    return figure
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UnavailableError(
+            "a figure needs the package 'matplotlib'", hint="pip install 'dni-runtime[plot]'"
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained")

@@ -1,0 +1,108 @@
+"""``predict``: a trained network's outputs, and how good they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dni_runtime.errors import UsageError
+from dnictl.options import (
+    chosen_run,
+    complete_runs,
+    json_option,
+    print_json,
+    runs_option,
+    trust_option,
+    trusted,
+)
+from dnictl.show import number
+
+if TYPE_CHECKING:
+    from dni_runtime.measure.predictions import Predictions
+
+_MOST_CLASSES = 1000  # of a confusion matrix in JSON
+
+
+@click.command()
+@click.argument("target", required=False, metavar="[MODEL|RUN]", shell_complete=complete_runs)
+@runs_option
+@click.option(
+    "--data", metavar="YAML",
+    help="Other data: a data set's name, a path, or keys of the chain's 'data' (labels: none: "
+    "it has none). Its evaluation samples are taken.",
+)  # fmt: skip
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.npz",
+              help="Write arrays 'outputs' and 'labels' to this file.")  # fmt: skip
+@click.option("--metrics", metavar="NAMES", help="Instead of the chain's, as in the chain file.")
+@click.option("--confusion", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.png",
+              help="Draw the confusion matrix.")  # fmt: skip
+@click.option("--from", "wanted", metavar="CUT",
+              help="Which checkpoint of a run: its number, newest or best.")  # fmt: skip
+@trust_option
+@json_option
+def predict(
+    target: str | None,
+    runs: Path,
+    data: str | None,
+    output: Path | None,
+    metrics: str | None,
+    confusion: Path | None,
+    wanted: str | None,
+    as_json: bool,
+) -> None:
+    """Apply a trained network to data, in this process.
+
+    MODEL is a file that 'dnictl export' wrote, RUN a run (by default the latest), whose own test
+    or evaluation samples are the data unless --data names others. With labels, loss and metrics are
+    printed; --json also has the confusion matrix, a row for each label.
+
+    \b
+    Examples:
+      dnictl predict -o predictions.npz --confusion confusion.png
+      dnictl predict model.safetensors --data '{dataset: npz, path: new.npz}' --metrics accuracy
+    """
+    from dni_runtime.api.checkpointed import predict_model
+    from dnictl.split import mapping
+
+    others = mapping(data, "--data") if data is not None and "{" in data else data
+    document: dict[str, Any] = {}
+    if target is not None and Path(target).is_file():
+        if wanted is not None:
+            raise UsageError("--from is for runs", hint=f"{target!r} is a file")
+        document["model"] = target
+        found = predict_model(Path(target), others, trust=trusted())
+    else:
+        its = chosen_run(target, runs)
+        document["run"], document["checkpoint"] = its.name, its.choose_cut(wanted)[0]
+        found = its.predict(others, document["checkpoint"])
+    document |= {"samples": len(found.outputs), "shape": list(found.outputs.shape[1:])}
+    result = None if found.labels is None else found.evaluate(_names(metrics))
+    document |= {"file": str(output) if output else None, "evaluation": result}
+    if output is not None:
+        found.save(output)
+    if confusion is not None:
+        found.draw(confusion)
+    if as_json:
+        print_json(document | {"confusion": _confusion(found)})
+        return
+    click.echo(f"{len(found.outputs)} samples" + (f", wrote {output}" if output else ""))
+    if result is not None:
+        click.echo(", ".join(f"{name} {number(value)}" for name, value in result.items()))
+    if confusion is not None:
+        click.echo(f"wrote {confusion}")
+
+
+def _names(text: str | None) -> list[Any] | None:
+    from dni_runtime.spec.load import parse_yaml
+
+    return None if text is None else list(parse_yaml(f"[{text}]", "--metrics")[0])
+
+
+def _confusion(found: Predictions) -> list[list[int]] | None:
+    """Return the confusion matrix, if there are classes, and not as many as words of a language."""
+    if found.classes is None or found.classes > _MOST_CLASSES:
+        return None
+    matrix: list[list[int]] = found.confusion().tolist()
+    return matrix

@@ -1,0 +1,151 @@
+"""A network's outputs on a data set, and what they are worth if it has labels.
+
+Shape suffixes: N samples or labels in a row, C classes.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from dni_runtime.core.evaluation import EvaluationSums
+from dni_runtime.core.forward import Inputs
+from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.metrics import check_metrics
+from dni_runtime.errors import DataError, UsageError
+from dni_runtime.files import write_atomic
+from dni_runtime.spec import Choice, TensorSpec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Metrics = Sequence[str | Mapping[str, Any]]
+"""Metrics as in ``chain.yaml``: ``["accuracy", {"F1Score": {"task": "multiclass", …}}]``."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """A network's outputs, sample by sample in the data's order.
+
+    Attributes:
+        outputs: One row for each sample.
+        labels: Likewise; None if the data have none.
+        loss: The network's loss.
+        metrics: Those that :meth:`evaluate` returns by default.
+    """
+
+    outputs: Tensor
+    labels: Tensor | None
+    loss: Choice
+    metrics: tuple[Choice, ...] = ()
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls,
+        network: Callable[[Inputs], Tensor],
+        batches: Iterable[tuple[Inputs, Tensor]],  # samples and labels
+        loss: Choice,
+        metrics: tuple[Choice, ...] = (),
+    ) -> Self:
+        """Predict batch by batch."""
+        pairs = [(network(x), y) for x, y in batches]
+        if not pairs:
+            raise DataError("the data have no evaluation samples")
+        outputs, labels = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+        return cls(outputs, labels if labels.numel() else None, loss, metrics)
+
+    def evaluate(self, metrics: Metrics | None = None) -> dict[str, float]:
+        """Loss and metrics.
+
+        Args:
+            metrics: Instead of the chain's, as in ``chain.yaml``.
+
+        Raises:
+            UsageError: The data have no labels.
+            SpecError: There is no such metric, or it does not fit.
+        """
+        loss, labels = self._compared()
+        chosen = self.metrics if metrics is None else parse_metrics(metrics)
+        check_metrics(chosen, loss, _spec(self.outputs), _spec(labels))
+        evaluation = EvaluationSums(loss, chosen)
+        evaluation.add(self.outputs, labels)
+        return evaluation.result()
+
+    def confusion(self) -> Tensor:
+        """How often each class was taken for each: ``[C, C]``, a row for each label.
+
+        Raises:
+            UsageError: The data have no labels, or these are not classes.
+        """
+        loss, labels = self._compared()
+        if loss.class_axis is None:
+            raise UsageError("a confusion matrix needs labels that are classes")
+        p_NC, y_N = loss.rows(self.outputs, labels)
+        valid_N, classes = loss.valid(y_N), p_NC.shape[1]
+        pairs_N = y_N * classes + p_NC.argmax(1)
+        if valid_N is not None:
+            pairs_N = pairs_N[valid_N]
+        return torch.bincount(pairs_N, minlength=classes**2).view(classes, classes)
+
+    @property
+    def classes(self) -> int | None:
+        """Number of classes; None if there are no labels, or they are not classes."""
+        return None if self.labels is None else self._compared()[0].scores
+
+    def plot(self) -> Figure:
+        """The confusion matrix as a figure of matplotlib.
+
+        Raises:
+            UnavailableError: matplotlib is not installed.
+        """
+        from dni_runtime.measure.curves import draw_matrix
+
+        return draw_matrix(self.confusion().tolist())
+
+    def draw(self, file: Path) -> None:
+        """Write this figure to a file."""
+        figure = self.plot()
+        try:
+            figure.savefig(file, dpi=120)
+        except ValueError as error:  # matplotlib knows no such format
+            raise UsageError(f"{str(file)!r} cannot be drawn: {error}") from None
+
+    def save(self, file: Path | str) -> None:
+        """Write ``outputs`` and, if there are any, ``labels`` to a NumPy ``.npz`` file."""
+        outputs = self.outputs
+        if outputs.dtype == torch.bfloat16:  # NumPy lacks it
+            outputs = outputs.float()
+        arrays: dict[str, Any] = {"outputs": outputs.numpy()}
+        if self.labels is not None:
+            arrays["labels"] = self.labels.numpy()
+        content = io.BytesIO()
+        np.savez(content, **arrays)
+        write_atomic(Path(file), content.getvalue(), mode=0o644)
+
+    def _compared(self) -> tuple[ChainLoss, Tensor]:
+        """Return the loss, and the labels."""
+        if self.labels is None:
+            raise UsageError("the data have no labels to compare with")
+        return ChainLoss(self.loss, _spec(self.outputs), _spec(self.labels)), self.labels
+
+
+def parse_metrics(metrics: Metrics) -> tuple[Choice, ...]:
+    """Return the choices that metrics, as in ``chain.yaml``, are."""
+    try:
+        return TypeAdapter(tuple[Choice, ...]).validate_python(tuple(metrics))
+    except ValidationError as error:
+        raise UsageError(f"metrics: {error.errors()[0]['msg']}") from None
+
+
+def _spec(tensor: Tensor) -> TensorSpec:
+    """Return what one sample of it is."""
+    return TensorSpec(shape=tuple(tensor.shape[1:]), dtype=str(tensor.dtype).removeprefix("torch."))

@@ -1,0 +1,108 @@
+"""``dnictl predict``: outputs, metrics and the confusion matrix, as torch computes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, mse_loss
+
+from dni_runtime.api.checkpointed import Checkpointed
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.data import open_data
+from dni_runtime.errors import UsageError
+from dni_runtime.measure.predictions import Predictions
+from dni_runtime.plan.create import create_run
+from dni_runtime.plan.prepare import prepare
+from dni_runtime.run.record import Record
+from dni_runtime.spec import Choice
+from dni_runtime.worker.checkpoint import snapshot, write_part
+from tests.unit.cli.conftest import Dnictl
+
+CHAIN = """\
+name: x
+data: {dataset: digits, flatten: true, batch_size: 32, eval_limit: 100}
+modules:
+  - {name: a, layers: [{Linear: {in_features: 64, out_features: 8}}, {BatchNorm1d: {num_features: 8}}]}
+  - {name: b, layers: [{Linear: {in_features: 8, out_features: 10}}]}
+"""  # noqa: E501
+
+
+@pytest.fixture
+def run(folder: Path) -> Checkpointed:
+    (folder / "chain.yaml").write_text(CHAIN)
+    prepared = prepare(folder / "chain.yaml")
+    made = create_run(folder / "runs" / "one", prepared, backend="process")
+    for worker in prepared.workers:
+        tensors, document = snapshot(ModuleStep(worker))
+        write_part(made, worker.module, (tensors, document | {"cut": 5}))
+    return Checkpointed(Record.read(made.root))
+
+
+def loaded(file: Path) -> dict[str, npt.NDArray[Any]]:
+    with np.load(file) as arrays:
+        return dict(arrays)
+
+
+def test_a_run(dnictl: Dnictl, run: Checkpointed, folder: Path) -> None:
+    """On its own evaluation samples, and on all of them under other metrics."""
+    said = dnictl("predict", "one", "-o", "p.npz", "--json").json
+    arrays = loaded(folder / "p.npz")
+    batches = list(open_data(run.record.specs()[0].data, folder, seed=0).eval_batches())
+    x, y = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+    with torch.no_grad():
+        p = run.model()(x)
+    torch.testing.assert_close(torch.from_numpy(arrays["outputs"]), p)
+    assert (arrays["labels"] == y.numpy()).all()
+    assert (said["samples"], said["shape"], said["checkpoint"]) == (100, [10], 5)
+    assert said["evaluation"]["loss"] == pytest.approx(float(cross_entropy(p, y)))
+    assert said["evaluation"] == pytest.approx(run.evaluate())
+    counts = np.zeros((10, 10), int)
+    for label, one in zip(y.tolist(), p.argmax(1).tolist(), strict=True):
+        counts[label, one] += 1
+    assert said["confusion"] == counts.tolist()
+    assert run.predict().plot().axes[0].get_ylabel() == "label"
+
+    whole = dnictl("predict", "--data", "digits", "--metrics", "top5", "--json").json
+    assert whole["samples"] > 100
+    assert list(whole["evaluation"]) == ["loss", "top5"]
+    assert whole["evaluation"] == pytest.approx(run.evaluate(data="digits", metrics=["top5"]))
+    assert dnictl("predict", "--metrics", "mae").code == 78
+    assert "data.batchsize: unknown key" in dnictl("predict", "--data", "{batchsize: 3}").err
+
+
+def test_an_exported_file(dnictl: Dnictl, run: Checkpointed, folder: Path) -> None:
+    """On data with labels, and on data that have none."""
+    run.export(folder / "m.safetensors")
+    x, y = torch.randn(30, 64), torch.arange(30) % 10
+    train, new = {"x_train": x[:8], "y_train": y[:8]}, {"x_eval": x[8:], "y_eval": y[8:]}
+    np.savez(folder / "d.npz", **{name: one.numpy() for name, one in (train | new).items()})
+    data = "{dataset: npz, path: d.npz, normalize: false}"
+    said = dnictl("predict", "m.safetensors", "--data", data, "-o", "p.npz", "--json").json
+    with torch.no_grad():
+        p = run.model()(x[8:])
+    torch.testing.assert_close(torch.from_numpy(loaded(folder / "p.npz")["outputs"]), p)
+    assert said["evaluation"]["loss"] == pytest.approx(float(cross_entropy(p, y[8:])))
+    np.savez(folder / "n.npz", x_train=x[:8].numpy(), x_eval=x[8:].numpy())
+    data = data.replace("d.npz", "n.npz, labels: none")
+    out = dnictl("predict", "m.safetensors", "--data", data, "-o", "q.npz").out
+    assert out == "22 samples, wrote q.npz\n"
+    assert list(loaded(folder / "q.npz")) == ["outputs"]
+    assert "no data is named" in dnictl("predict", "m.safetensors").err
+
+
+def test_numbers_are_no_classes() -> None:
+    p, y = torch.randn(6, 2), torch.randn(6, 2)
+    found = Predictions.of(lambda x: p, [(p, y)], Choice(name="MSELoss"))
+    expected = {"loss": float(mse_loss(p, y)), "mae": float((p - y).abs().mean())}
+    assert found.evaluate(["mae"]) == pytest.approx(expected)
+    assert found.classes is None
+    with pytest.raises(UsageError, match="needs labels that are classes"):
+        found.confusion()
+    alone = Predictions.of(lambda x: p, [(p, torch.empty(6, 0))], Choice(name="MSELoss"))
+    with pytest.raises(UsageError, match="no labels to compare with"):
+        alone.evaluate()
