@@ -136,17 +136,24 @@ class Run(Checkpointed):
     def plot(self) -> Figure:
         """The learning curve: each metric of the evaluations by epoch, and the loss.
 
+        A notebook shows it. The best checkpoint is marked if the chain selects one.
+
         Raises:
             UnavailableError: matplotlib is not installed.
         """
-        from dni_runtime.measure.curves import Panel, draw_curves
+        from dni_runtime.measure.live import learning_curve
 
-        figures, panels = self.status(), []
-        for name in figures.evaluations[-1].figures if figures.evaluations else ():
-            found = [(one.epoch, one.figures.get(name)) for one in figures.evaluations]
-            points = [(float(epoch), value) for epoch, value in found if value is not None]
-            panels.append(Panel("epoch", name, {name: points}))
-        return draw_curves(figures.run, panels)
+        return learning_curve(self.record, self.status())
+
+    def watch(self) -> RunState:
+        """Wait until it has ended; in a notebook show the learning curve meanwhile.
+
+        Raises:
+            UnavailableError: matplotlib is not installed.
+        """
+        from dni_runtime.measure.live import watch
+
+        return watch(self.record, self.states())
 
     def events(self) -> Iterator[Event]:
         """What has happened in it, oldest first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,7 @@ class Panel(NamedTuple):
     x: str  # name of its axis
     y: str
     curves: Mapping[str, Sequence[tuple[float, float]]]  # points by label
+    best: tuple[float, float] | None = None  # the point of the best checkpoint
 
 
 def draw_curves(title: str, panels: Sequence[Panel]) -> Figure:
@@ -38,6 +40,11 @@ def draw_curves(title: str, panels: Sequence[Panel]) -> Figure:
                 style |= {"color": "black", "linestyle": "--"}
             axes.plot(*zip(*points, strict=True), **style)
         axes.set(xlabel=panel.x, ylabel=panel.y)
+        if panel.x == "epoch":  # there are no halves
+            axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+        if panel.best is not None:
+            axes.plot(*panel.best, marker="*", markersize=10, color="tab:red", linestyle="")
+            axes.annotate("best", panel.best, textcoords="offset points", xytext=(4, 6))
         axes.grid(alpha=0.3)
         if number == 1 and len(panel.curves) > 1:
             axes.legend(fontsize="small")
@@ -73,4 +80,13 @@ def _figure(width: float, height: float) -> Figure:
         raise UnavailableError(
             "a figure needs the package 'matplotlib'", hint="pip install 'dni-runtime[plot]'"
         ) from None
-    return Figure(figsize=(width, height), layout="constrained")
+
+    class Picture(Figure):
+        """A figure that a notebook shows, without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            png = io.BytesIO()
+            self.savefig(png, format="png")
+            return png.getvalue()
+
+    return Picture(figsize=(width, height), layout="constrained")

@@ -25,6 +25,17 @@ def test_a_picture(tmp_path: Path) -> None:
     assert not draw_curves("before the first evaluation", []).axes
 
 
+def test_epochs_are_whole_and_the_best_is_marked() -> None:
+    pytest.importorskip("matplotlib")
+    figure = draw_curves("small", [Panel("epoch", "a", {"a": POINTS}, best=POINTS[1])])
+    (axes,) = figure.axes
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+    _, star = axes.lines
+    assert (star.get_marker(), [*star.get_xydata()[0]]) == ("*", [2.0, 0.9])
+    assert [one.get_text() for one in axes.texts] == ["best"]
+    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
+
+
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UnavailableError, match="needs the package 'matplotlib'"):

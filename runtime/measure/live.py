@@ -1,0 +1,59 @@
+"""A run's learning curve, also while it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from dni_runtime.measure.curves import Panel, draw_curves
+from dni_runtime.measure.figures import MetricsReader, RunFigures
+from dni_runtime.run.documents.best import Best
+from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.record import Record
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def learning_curve(record: Record, figures: RunFigures) -> Figure:
+    """Draw each metric of the evaluations by epoch, with the best one marked, and the loss."""
+    panels, best = [], Best.load(record.run.best)
+    for name in figures.evaluations[-1].figures if figures.evaluations else ():
+        points = [
+            (float(line.epoch), value)
+            for line in figures.evaluations
+            if (value := line.figures.get(name)) is not None
+        ]
+        marked = [point for point in points if best is not None and point[0] == best.epoch]
+        panels.append(Panel("epoch", name, {name: points}, marked[-1] if marked else None))
+    return draw_curves(figures.run, panels)
+
+
+def watch(record: Record, states: Iterator[RunState]) -> RunState:
+    """Wait for the last of a run's states; show the curve in a notebook after each evaluation."""
+    show, reader, shown = _display(), MetricsReader(record), -1
+    for state in states:
+        figures = reader.read(state)
+        newest = figures.evaluations[-1].step if figures.evaluations else 0
+        if show is not None and (newest != shown or not state.active):
+            shown = newest
+            show(learning_curve(record, figures))
+    return state
+
+
+def _display() -> Callable[[Figure], None] | None:
+    """Return what shows a figure in place of the one before; None outside of a notebook."""
+    try:
+        from IPython import get_ipython
+        from IPython.display import display
+    except ImportError:
+        return None
+    shell = get_ipython()
+    if shell is None or not hasattr(shell, "kernel"):
+        return None
+    handle = display(display_id=True)
+
+    def show(figure: Figure) -> None:
+        handle.update(figure)
+
+    return show
