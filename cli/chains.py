@@ -95,7 +95,7 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
     from dni_runtime.resolve.resolve import parameter_counts
 
     workers = prepared.workers
-    warnings = [*advice(workers), *filter(None, [exposure(prepared.chain)])]
+    warnings = [*looked.warnings, *advice(workers), *filter(None, [exposure(prepared.chain)])]
     counts = parameter_counts(workers)
     losses = [item.loss.name for item in prepared.chain.losses or ()]
     loss = " + ".join(losses) or prepared.chain.loss.name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +56,8 @@ class PlannedRun:
 def plan_run(prepared: CheckedChain, settings: StartSettings) -> PlannedRun:
     """Plan the first start of a run; writes nothing."""
     site = check_host(prepared.written, prepared.workers, settings, prepared.data, prepared.locate)
+    looked = () if prepared.looked is None else prepared.looked.warnings
+    site = replace(site, notices=(*(f"warning: {one}" for one in looked), *site.notices))
     request = StartRequest(prepared.chain, prepared.replicas, settings, site)
     plan = SCHEDULERS[settings.scheduler].plan(request)
     return PlannedRun(prepared, settings, site, plan)

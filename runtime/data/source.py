@@ -43,6 +43,8 @@ class Split(Protocol):
     """The training or the evaluation samples."""
 
     slow: ClassVar[bool] = False  # loading a batch is so slow that reading ahead pays off
+    draws: bool = False  # loading a batch draws from torch's global generator
+    ordered: ClassVar[bool] = False  # neighbours overlap: parts of it are cut off, not drawn
 
     def __len__(self) -> int:
         """N, the number of samples."""
@@ -51,6 +53,10 @@ class Split(Protocol):
     def batch(self, order_B: Tensor) -> Batch:
         """Return the samples of these numbers (int64, (B,)), in the order given."""
         ...
+
+    def classes(self) -> Tensor | None:
+        """Return each sample's class, int64 (N,); None if it has none, or had to be read for it."""
+        return None
 
     def in_epoch(self, rng: np.random.Generator) -> Split:
         """Return the samples as one epoch uses them, possibly varied with ``rng``."""
@@ -89,6 +95,10 @@ class MemorySplit(Split):
                 x.div_(self.std)
         return x, self.y.index_select(0, order_B)
 
+    def classes(self) -> Tensor | None:
+        """Return each sample's class."""
+        return self.y if self.y.dtype == torch.int64 and self.y.dim() == 1 else None
+
 
 @dataclass(frozen=True)
 class Halves(Split):
@@ -101,18 +111,34 @@ class Halves(Split):
     @property
     def slow(self) -> bool:  # type: ignore[override]  # of one class elsewhere
         """Whether one of them is slow."""
-        return any(one.slow for one in (self.samples, self.labels) if one is not None)
+        return any(half.slow for half in self._there)
+
+    @property
+    def draws(self) -> bool:  # type: ignore[override]  # likewise
+        """Whether one of them draws."""
+        return any(half.draws for half in self._there)
+
+    @property
+    def ordered(self) -> bool:  # type: ignore[override]  # likewise
+        """Whether one of them is ordered."""
+        return any(half.ordered for half in self._there)
+
+    @property
+    def _there(self) -> list[Split]:
+        return [half for half in (self.samples, self.labels) if half is not None]
 
     def __len__(self) -> int:
-        one = self.samples or self.labels
-        assert one is not None
-        return len(one)
+        return len(self._there[0])
 
     def batch(self, order_B: Tensor) -> Batch:
         """Return the samples and labels of these numbers."""
         nothing = no_labels(len(order_B))
         x = nothing if self.samples is None else self.samples.batch(order_B)[0]
         return x, nothing if self.labels is None else self.labels.batch(order_B)[1]
+
+    def classes(self) -> Tensor | None:
+        """Return each sample's class."""
+        return self._there[0].classes()
 
     def in_epoch(self, rng: np.random.Generator) -> Halves:
         """Return both as one epoch uses them, varied by the same random numbers."""
@@ -198,6 +224,7 @@ class DataSource:
         self._train, self._evaluation, self._spec, self._seed = train, evaluation, spec, seed
         self._augment = augment
         self._ordered: tuple[tuple[str, int], Sequence[Tensor]] = ("", 0), ()
+        self._numbers = self._chosen()
         samples = self.info.train_samples or 0
         self.train_batch_count = spec.train_batches(samples)
         whole = spec.drop_last or spec.streams
@@ -208,6 +235,60 @@ class DataSource:
                 spec.dataset,
                 samples,
             )
+
+    def _chosen(self) -> dict[str, Tensor]:
+        """Return the numbers of the samples of ``train``, ``eval`` and ``test``, in their order.
+
+        If some are left out, the seed draws those that are used: of each class in proportion, if
+        the classes are known. Of samples in order they are the first, and those held out the last.
+        """
+        info, train, evaluation = self.info, self._train, self._evaluation
+        numbers_N = torch.arange(len(train))
+        held_N = numbers_N[:0]
+        if self.has_test:
+            held_N = self._drawn(train, numbers_N, info.eval_samples or 0, 1, last=True)
+            rest_N = torch.ones(len(train), dtype=torch.bool)
+            rest_N[held_N] = False
+            numbers_N = numbers_N[rest_N]
+        evaluation_N = torch.arange(len(evaluation))
+        count = (info.test_samples if self.has_test else info.eval_samples) or 0
+        evaluation_N = self._drawn(evaluation, evaluation_N, count, 3)
+        return {
+            "train": self._drawn(train, numbers_N, info.train_samples or 0, 2),
+            "eval": held_N if self.has_test else evaluation_N,
+            "test": evaluation_N if self.has_test else evaluation_N[:0],
+        }
+
+    def _drawn(
+        self, split: Split, numbers_N: Tensor, count: int, draw: int, *, last: bool = False
+    ) -> Tensor:
+        """Return ``count`` of a split's samples, in their order; ``draw`` is of each call."""
+        size = len(numbers_N)
+        if count >= size:
+            return numbers_N
+        if not self._spec.shuffle or split.ordered:
+            return numbers_N[size - count :] if last else numbers_N[:count]
+        rng = np.random.default_rng([self._seed, 0, 0, draw])
+        drawn_N = numbers_N[torch.from_numpy(rng.permutation(size))]
+        # If labels are a data set of their own, their owner has to draw as the head does.
+        classes_N = None if self._spec.splits else split.classes()
+        if classes_N is not None:
+            # Every n-th one of all, class by class, has each class's share of them.
+            drawn_N = drawn_N[torch.argsort(classes_N[drawn_N], stable=True)]
+            drawn_N = drawn_N[(torch.arange(count) * size + size // 2) // count]
+        return drawn_N[:count].sort().values
+
+    def one_class(self) -> list[str]:
+        """Return which of ``train``, ``eval`` and ``test`` have samples of one class alone."""
+        names = []
+        for name, numbers_N in self._numbers.items():
+            classes_N = (self._evaluation if self._evaluates(name) else self._train).classes()
+            if classes_N is None or len(numbers_N) < 2 or self.info.classes == 1:
+                continue
+            used_N = classes_N[numbers_N]
+            if bool((used_N == used_N[0]).all()):
+                names.append(name)
+        return names
 
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the training batches of one epoch from ``start`` on; those before are not read.
@@ -232,7 +313,9 @@ class DataSource:
     def batches(self, split: str, epoch: int, start: int) -> Iterator[Batch]:
         """Yield the batches of ``train``, ``eval`` or ``test`` from one on."""
         part, orders_B = self._part(split, epoch)
-        trains, processes = split == "train", self._spec.workers
+        trains = split == "train"
+        # What a thread would draw depends on when, and the model draws from the same generator.
+        processes = self._spec.workers or int(part.draws)
         if not (trains and processes and (part.slow or self._augment)):
             return self._read(part, orders_B, epoch if trains else None, start)
 
@@ -255,7 +338,8 @@ class DataSource:
         part, orders_B = self._part(split, epoch)
         for number in range(start, len(orders_B)):
             if takes():
-                batch = part.batch(orders_B[number])
+                with seeded(self._seed, epoch, number, 1):
+                    batch = part.batch(orders_B[number])
                 yield self._finished(batch, epoch if split == "train" else None, number)
             else:
                 yield None
@@ -264,36 +348,33 @@ class DataSource:
         """Return the samples of ``train``, ``eval`` or ``test``, and their order by batches."""
         if split == "train":
             return self._epoch(epoch)
-        held_out = split == "eval" and self.has_test
-        return self._train.held_out() if held_out else self._evaluation, self._in_order(split)
+        part = self._evaluation if self._evaluates(split) else self._train.held_out()
+        numbers_N = self._numbers[split]
+        if not len(numbers_N):
+            return part, ()
+        if self._spec.streams:
+            orders_B = _dealt(numbers_N, min(len(numbers_N), self._spec.eval_size))
+            return part, orders_B
+        return part, torch.split(numbers_N, self._spec.eval_size)
+
+    def _evaluates(self, split: str) -> bool:
+        """Whether ``eval`` or ``test`` has evaluation samples, not some held out of training."""
+        return split == "test" or (split == "eval" and not self.has_test)
 
     def _epoch(self, epoch: int) -> tuple[Split, Sequence[Tensor]]:
         """Return the training samples as an epoch uses them, and their order by batches."""
-        samples, spec, split = self.info.train_samples or 0, self._spec, self._train
+        numbers_N, spec, split = self._numbers["train"], self._spec, self._train
         orders_B: Sequence[Tensor]
         if spec.streams:
-            orders_B = _dealt(samples, spec.batch_size)
+            orders_B = _dealt(numbers_N, spec.batch_size)
         elif spec.shuffle:
             rng = np.random.default_rng([self._seed, epoch])
-            orders_B = torch.split(torch.from_numpy(rng.permutation(samples)), spec.batch_size)
+            order_N = torch.from_numpy(rng.permutation(len(numbers_N)))
+            orders_B = torch.split(numbers_N[order_N], spec.batch_size)
             split = split.in_epoch(rng)
         else:
-            orders_B = torch.split(torch.arange(samples), spec.batch_size)
+            orders_B = torch.split(numbers_N, spec.batch_size)
         return split, orders_B[: self.train_batch_count]
-
-    def _in_order(self, name: str) -> Sequence[Tensor]:
-        """Return the order by batches of the evaluation or the test set."""
-        samples, first = self.info.test_samples or 0, 0
-        if name == "eval":
-            samples = self.info.eval_samples or 0
-            first = len(self._train) - samples if self.has_test else 0
-        if not samples:
-            return ()
-        if self._spec.streams:
-            orders_B: Sequence[Tensor] = _dealt(samples, min(samples, self._spec.eval_size))
-        else:
-            orders_B = torch.split(torch.arange(samples), self._spec.eval_size)
-        return [first + order_B for order_B in orders_B]
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -338,7 +419,7 @@ class DataSource:
         return (x.reshape(len(x), -1), y) if self._spec.flatten else (x, y)
 
 
-def _dealt(samples: int, rows: int) -> tuple[Tensor, ...]:
-    """Split sample numbers into streams: row b of batch k is b * (samples // rows) + k."""
-    length = samples // rows
-    return torch.arange(rows * length).reshape(rows, length).t().contiguous().unbind()
+def _dealt(numbers_N: Tensor, rows: int) -> tuple[Tensor, ...]:
+    """Split samples into streams: row b of batch k is number b * (N // rows) + k of them."""
+    length = len(numbers_N) // rows
+    return numbers_N[: rows * length].reshape(rows, length).t().contiguous().unbind()

@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -45,6 +45,8 @@ class TextOptions(Frozen):
 @dataclass(frozen=True)
 class TextSplit(Split):
     """Windows of a text that do not overlap."""
+
+    ordered: ClassVar[bool] = True
 
     text_L: Tensor  # uint8
     context: int  # T, bytes per window

@@ -35,6 +35,8 @@ LOOK_S = 1.0
 LARGEST_BYTES, LARGEST_PARAMETERS = 4 << 30, 100_000_000
 """Size of a data file, and of all modules together, above which they are not tried here."""
 
+_PURPOSES = {"train": "training", "eval": "evaluation", "test": "the test at the end"}
+
 _ALONE = {"replicas": 1, "strategy": None, "compression": None, "backend": None}
 
 
@@ -43,6 +45,7 @@ class Coverage(NamedTuple):
 
     checked: tuple[str, ...] = ("names, keywords and shapes",)
     unchecked: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def and_at(self, *checked: str) -> Coverage:
         """Return it with more that has been looked at."""
@@ -74,6 +77,9 @@ def try_chain(
         for part, split in source.splits.items():
             seen = _look(part, split, data, loss, stops=stops)
             looked = looked.and_at(f"{seen} of {len(split)} samples ({part})")
+        for part in source.one_class():
+            warning = f"all samples for {_PURPOSES[part]} are of one class"
+            looked = looked._replace(warnings=(*looked.warnings, warning))
         parts = ("train", "eval")
         batches = batches or [next(source.some_batches(part, 1, 0, _yes), None) for part in parts]
     count = sum(parameter_counts(workers).values())

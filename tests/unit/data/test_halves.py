@@ -60,7 +60,7 @@ def sequence(source: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     [
         {},
         {"shuffle": False, "drop_last": True},
-        {"validation": 0.25, "train_limit": 16, "eval_batch_size": 4},
+        {"validation": 0.25, "train_limit": 16, "eval_batch_size": 4, "shuffle": False},
         {"streams": True, "validation": 6},
     ],
     ids=str,
@@ -82,9 +82,24 @@ def test_halves_have_the_batches_of_the_whole(tmp_path: Path, settings: dict[str
         assert y_head.shape == x_tail.shape == (len(x), 0)
 
 
+def test_two_owners_draw_the_same_samples(tmp_path: Path) -> None:
+    write(tmp_path)
+    spec = spec_of(path="x.npz", labels={"path": str(tmp_path / "y.npz")},
+                   validation=7, train_limit=9, eval_limit=4)  # fmt: skip
+    joined = open_data(spec, tmp_path, seed=7)
+    head = open_data(spec.of_head, tmp_path, seed=7, half="samples")
+    tail = open_data(spec.of_labels, tmp_path, seed=7, half="labels")
+    rows = zip(sequence(joined), sequence(head), sequence(tail), strict=True)
+    for number, ((x, y), (x_head, _), (_, y_tail)) in enumerate(rows):
+        assert torch.equal(x, x_head), number
+        assert torch.equal(y, y_tail), number
+    assert all(head.rows(one, 1, 0) == tail.rows(one, 1, 0) for one in ("train", "eval", "test"))
+
+
 def test_both_halves_of_one_data_set() -> None:
-    spec = DataSpec.model_validate({"dataset": "digits", "labels": "tail", "batch_size": 100})
-    whole = open_data(DataSpec(batch_size=100), Path(), seed=1)
+    some = {"batch_size": 100, "validation": 300, "train_limit": 900}
+    spec = DataSpec.model_validate({"dataset": "digits", "labels": "tail", **some})
+    whole = open_data(DataSpec.model_validate(some), Path(), seed=1)
     head = open_data(spec.of_head, Path(), seed=1, half="samples")
     tail = open_data(spec.of_labels, Path(), seed=1, half="labels")
     wanted = whole.batches("train", 3, 5)

@@ -18,13 +18,13 @@ from tests.specs import float32, int64
 
 
 def source(
-    train: int = 10, evaluation: int = 7, *, seed: int = 3, **keywords: object
+    train: int = 10, evaluation: int = 7, *, seed: int = 3, classes: int = 1000, **keywords: object
 ) -> DataSource:
-    """Samples and labels that are their own numbers."""
+    """Samples that are their own numbers, as are their labels if there are as many classes."""
     spec = DataSpec.model_validate({"batch_size": 4, **keywords})
     info = DataInfo(sample=float32(1), label=int64())
     splits = [
-        MemorySplit(torch.arange(n, dtype=torch.float32).unsqueeze(1), torch.arange(n))
+        MemorySplit(torch.arange(n, dtype=torch.float32).unsqueeze(1), torch.arange(n) % classes)
         for n in (train, evaluation)
     ]
     return DataSource(info, *splits, spec, seed=seed)
@@ -108,7 +108,7 @@ def test_too_few_samples_show_before_anything_is_loaded() -> None:
 
 
 def test_limits() -> None:
-    one = source(train_limit=6, eval_limit=3)
+    one = source(train_limit=6, eval_limit=3, shuffle=False)
     assert (one.info.train_samples, one.info.eval_samples) == (6, 3)
     assert sorted(torch.cat([y for _, y in one.train_batches(0)]).tolist()) == list(range(6))
     assert labels(one.eval_batches()) == [[0, 1, 2]]
@@ -124,6 +124,49 @@ def test_evaluation_reads_all_in_order() -> None:
 
 @settings(deadline=None)
 @given(
+    samples=st.integers(2, 200),
+    classes=st.integers(1, 7),
+    validation=st.none() | st.integers(1, 60),
+    limits=st.tuples(st.none() | st.integers(2, 200), st.none() | st.integers(1, 60)),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_samples_that_are_not_all_used_are_drawn(
+    samples, classes, validation, limits, seed
+) -> None:
+    held = validation or 0
+    assume(samples - held >= 2)
+    keywords = {"validation": validation, "train_limit": limits[0], "eval_limit": limits[1]}
+    keywords |= {"batch_size": 1, "classes": classes, "seed": seed}
+    one = source(samples, 60, **keywords)
+
+    def read(batches: object) -> list[int]:
+        return [int(x) for x_B, _ in batches for x in x_B]  # type: ignore[attr-defined]
+
+    train, evaluated, tested = (read(one.batches(name, 1, 0)) for name in ("train", "eval", "test"))
+    assert len({*train}) == len(train) == min(samples - held, limits[0] or samples)
+    assert evaluated == sorted(evaluated)
+    assert len(evaluated) == (held or min(60, limits[1] or 60))
+    assert len(tested) == (min(60, limits[1] or 60) if validation else 0)
+    if validation:
+        assert not {*train} & {*evaluated}
+    for numbers, among in ((evaluated, samples if validation else 60), (tested, 60)):
+        for number in range(classes if numbers else 0):
+            share = len(range(number, among, classes)) * len(numbers) / among
+            assert abs(sum(n % classes == number for n in numbers) - share) < 1
+    again = source(samples, 60, **keywords)
+    assert (read(again.eval_batches()), read(again.train_batches(1))) == (evaluated, train)
+    alone = {"train": train, "eval": evaluated, "test": tested}
+    assert one.one_class() == [name for name, some in alone.items() if classes == 1 < len(some)]
+
+
+def test_another_seed_draws_other_samples() -> None:
+    drawn = [source(1000, classes=5, validation=20, seed=seed) for seed in (1, 2)]
+    first, second = ([x.tolist() for x, _ in one.eval_batches()] for one in drawn)
+    assert first != second
+
+
+@settings(deadline=None)
+@given(
     samples=st.integers(2, 120),
     tested=st.integers(0, 20),
     validation=st.integers(1, 60) | st.floats(0.01, 0.9),
@@ -131,10 +174,11 @@ def test_evaluation_reads_all_in_order() -> None:
     streams=st.booleans(),
     epoch=st.integers(0, 9),
 )
-def test_the_last_training_samples_are_held_out(
+def test_without_shuffle_the_last_training_samples_are_held_out(
     samples, tested, validation, limit, streams, epoch
 ) -> None:
     keywords = {"batch_size": 1, "eval_batch_size": 3, "train_limit": limit, "streams": streams}
+    keywords["shuffle"] = False
     held = validation if isinstance(validation, int) else max(int(samples * validation), 1)
     assume(held < samples)
     one = source(samples, tested, validation=validation, **keywords)

@@ -225,3 +225,18 @@ def test_what_is_too_large_is_said(
     assert looked is not None
     assert looked.checked == ("names, keywords and shapes",)
     assert "the data" in looked.unchecked[0]
+
+
+def test_samples_of_one_class_are_warned_about(check: Callable[..., CheckedChain]) -> None:
+    looked = check(y=np.where(np.arange(24) < 16, Y, 1)).looked
+    assert looked is not None
+    assert looked.warnings == ("all samples for evaluation are of one class",)
+    looked = check(y=np.arange(24) // 8, data="eval_limit: 4").looked  # the last eight: one class
+    assert looked is not None
+    assert looked.warnings == ("all samples for evaluation are of one class",)
+    looked = check(y=np.sort(Y), data="validation: 4").looked
+    assert looked is not None
+    assert looked.warnings == ("all samples for the test at the end are of one class",)
+    looked = check(y=np.sort(Y), data="validation: 4, shuffle: false").looked  # the last four
+    assert looked is not None
+    assert looked.warnings[0] == "all samples for evaluation are of one class"
