@@ -18,7 +18,7 @@ from dni_runtime.data.images import PUBLISHED, find_digits, find_published
 from dni_runtime.data.npz import find_npz
 from dni_runtime.data.source import Batch, DataSource, Found, Half, Halves, Split, resolve, used
 from dni_runtime.data.text import TextOptions, find_text
-from dni_runtime.data.user import find_user
+from dni_runtime.data.user import find_user, with_path
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import NO_LABEL, DataInfo, DataSpec
 from dni_runtime.spec.load import explain_details, suggestion
@@ -59,13 +59,15 @@ DATASETS: dict[str, DataSet] = {
 }
 
 
-def with_defaults(spec: DataSpec) -> DataSpec:
-    """Return the spec with all options of its data set; a user's class keeps its args.
+def with_defaults(spec: DataSpec, base: Path) -> DataSpec:
+    """Return the spec with all options of its data set; of a user's class with its ``path``.
 
     Raises:
         SpecError: There is no such data set or option, or an option's value is not allowed.
     """
-    options = None if ":" in spec.dataset else _options(spec)
+    if ":" in spec.dataset:
+        return with_path(spec, base)
+    options = _options(spec)
     if options is None:
         return spec
     return spec.model_copy(update={"args": options.model_dump(mode="json")})
@@ -186,7 +188,7 @@ def _options(spec: DataSpec) -> Frozen | None:
             f"unknown data set {spec.dataset!r}",
             location=("data", "dataset"),
             hint=f"{suggestion(spec.dataset, list(DATASETS))}, or 'package.module:Class' "
-            "for a torch.utils.data.Dataset",
+            "for a torch.utils.data.Dataset, or a function that returns one",
         )
     model = DATASETS[spec.dataset].options
     if model is None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dni_runtime.data.imports import import_class
+from dni_runtime.data.imports import import_target
 from dni_runtime.errors import DataError, DniError, SpecError
 from dni_runtime.spec import Choice, TensorSpec
 
@@ -81,21 +81,23 @@ def find_augmentation(choices: Sequence[Choice], base: Path, seed: int) -> Augme
                 hint="write 'import: package.module:Class' with 'args: {…}', as in "
                 "'import: torchvision.transforms.v2:RandomHorizontalFlip'",
             )
-        cls = import_class(name, base, what="augmentation", location=at)
+        cls = import_target(name, base, what="augmentation", location=at)
         shown = ", ".join(f"{key}={value!r}" for key, value in choice.args.items())
+        target = name.partition(":")[2]
         try:
             function = cls(**choice.args)
         except DniError:
             raise
         except Exception as error:
             raise SpecError(
-                f"augmentation {name!r} cannot be made: {cls.__name__}({shown}) raises "
+                f"augmentation {name!r} cannot be made: {target}({shown}) raises "
                 f"{type(error).__name__}: {error}",
                 location=at,
+                hint="name a class, whose object is called with each batch",
             ) from error
         if not callable(function):
             raise SpecError(
-                f"augmentation {name!r}: an object of {cls.__name__} cannot be called",
+                f"augmentation {name!r}: an object of {target} cannot be called",
                 location=at,
                 hint="give the class a method __call__(self, x) that takes a batch (B, …)",
             )

@@ -1,17 +1,19 @@
-"""Importing a user's class from beside ``chain.yaml`` or from an installed package."""
+"""Importing a user's class or function from beside ``chain.yaml`` or from an installed package."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from dni_runtime.errors import SpecError, with_causes
+from dni_runtime.spec.named import IMPORT_KEY
 
 
-def import_class(name: str, base: Path, *, what: str, location: Sequence[str | int]) -> type[Any]:
+def import_target(name: str, base: Path, *, what: str, location: Sequence[str | int]) -> Any:
     """Import ``package.module:Class``; this and all later imports search ``base`` first."""
     module_name, _, attribute = name.partition(":")
     root = base.resolve()
@@ -49,11 +51,39 @@ def import_class(name: str, base: Path, *, what: str, location: Sequence[str | i
             hint="give your file another name; in a program that has imported another version of "
             "it, use a new process",
         )
-    found = getattr(module, attribute, None)
-    if not isinstance(found, type):
+    try:
+        return attrgetter(attribute)(module)
+    except AttributeError:
         file = getattr(module, "__file__", module_name)
-        raise SpecError(f"{what} {name!r}: {file} has no class {attribute!r}", location=location)
-    return found
+        raise SpecError(
+            f"{what} {name!r}: {file} has no class or function {attribute!r}", location=location
+        ) from None
+
+
+def make(value: Any, base: Path, location: Sequence[str | int]) -> Any:
+    """Return an argument of a data set, in which ``{import: …, args: {…}}`` becomes an object.
+
+    A class is called with its ``args``, and a function if there are any; else it is the value.
+    """
+    if isinstance(value, list):
+        return [make(item, base, (*location, number)) for number, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    items = {key: make(item, base, (*location, key)) for key, item in value.items()}
+    name = items.get(IMPORT_KEY)
+    if not isinstance(name, str) or ":" not in name or set(items) - {IMPORT_KEY, "args"}:
+        return items
+    target = import_target(name, base, what="argument", location=location)
+    if "args" not in items and not isinstance(target, type):
+        return target
+    args = items.get("args") or {}
+    try:
+        return target(**args)
+    except Exception as error:
+        shown = ", ".join(f"{key}={value!r}" for key, value in args.items())
+        raise SpecError(
+            f"{name}({shown}) raises {type(error).__name__}: {error}", location=location
+        ) from error
 
 
 def _same(used: Path, own: Path) -> bool:

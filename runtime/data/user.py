@@ -1,64 +1,137 @@
-"""A user's own ``torch.utils.data.Dataset``.
+"""A user's own ``torch.utils.data.Dataset``, or a function that returns one.
 
-The class is instantiated twice, with ``train=True`` and with ``train=False``. The runtime chooses
-the order of samples, so that a restart yields the same batches.
+It is called twice, with ``train=True`` and with ``train=False``, or with the keywords of
+``data.train`` and of ``data.evaluation``. The runtime chooses the order of samples, so that a
+restart yields the same batches.
 
 Shape suffixes: N samples of a split, B samples of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from dni_runtime.data.imports import import_class
+from dni_runtime.data.imports import import_target, make
 from dni_runtime.data.source import Batch, Found, Half, Split, resolve
-from dni_runtime.errors import DataError, DniError
+from dni_runtime.errors import DataError, DniError, SpecError
 from dni_runtime.packing import no_labels, pack, row_of
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
+from dni_runtime.spec.data import PATH
 from dni_runtime.wire import INPUTS_LIMIT
+
+LABELS = ("label", "labels")
+"""Usual keys of the label in rows that are dicts."""
+
+_PATHS = re.compile(r"(^|_)(root|path|folder|directory|dir|file)$")
+"""Names of arguments that are paths: ``root``, ``img_dir``, ``annotations_file``."""
+
+_ONE_SHAPE = (
+    "all samples need one shape and one type, as links and gradient interfaces have a fixed size: "
+    "pad to one length in the data set or in 'data.collate' (not to the longest of each batch)"
+)
+
+
+def with_path(spec: DataSpec, base: Path) -> DataSpec:
+    """Return the spec with the paths in its keywords relative to ``data.path``.
+
+    Without a ``data.path`` they start at ``base``, the folder of ``chain.yaml``, and the folder
+    that they have in common becomes the ``data.path``.
+    """
+    if spec.train is None:
+        return spec
+
+    def below(root: Path, path: str) -> Path:  # links are not followed: containers get the folder
+        return Path(os.path.normpath(root / Path(path).expanduser()))
+
+    root = base if spec.path is None else below(base, spec.path)
+    places = {
+        (part, key): below(root, value)
+        for part in ("args", "train", "evaluation")
+        for key, value in getattr(spec, part).items()
+        if _PATHS.search(key) and isinstance(value, str) and not re.search("://|{path}", value)
+    }
+    if not places:
+        return spec
+    if spec.path is None:
+        root = Path(os.path.commonpath(places.values()))
+        if root.parent == root:
+            shown = " and ".join(map(str, places.values()))
+            raise SpecError(
+                f"{shown} have no folder in common",
+                location=("data",),
+                hint="bring them into one folder, which containers get, and set 'data.path' to it",
+            )
+    update: dict[str, Any] = {"path": spec.path or str(root)}
+    for (part, key), place in places.items():
+        value = str(place)
+        if place.is_relative_to(root):
+            inner = place.relative_to(root).as_posix()
+            value = PATH if inner == "." else f"{PATH}/{inner}"
+        update[part] = {**update.get(part, getattr(spec, part)), key: value}
+    return spec.model_copy(update=update)
 
 
 def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
-    """Import a user's class, make its two data sets, and read one sample.
+    """Import a user's class or function, make its two data sets, and read one sample.
 
     Args:
         spec: The data set.
         base: Folder of ``chain.yaml``, where imports start.
-        half: What each item is, if not a (sample, label) pair.
+        half: What each item is, if not a sample with its label.
 
     Raises:
-        SpecError: The import fails, or the class is not a data set.
-        DataError: The class fails, or does not return (sample, label) pairs of numbers; a sample
-            may be a tuple of several inputs, a label one of several labels.
+        SpecError: The import fails, or an argument cannot be made.
+        DataError: The class fails, or does not return samples with labels, as numbers; several
+            inputs are a tuple or a dict, several labels a tuple.
     """
-    name = spec.dataset
-    cls = import_class(name, base, what="data set", location=("data", "dataset"))
     path = None if spec.path is None else resolve(spec.path, base)
-    args = dict(spec.args) if path is None else {"path": str(path), **spec.args}
-    train, evaluation = _make(name, cls, args, train=True), _make(name, cls, args, train=False)
-    _, xs, ys = UserSplit(name, train, half=half).tensors(torch.tensor([0]))
+    target = import_target(spec.dataset, base, what="data set", location=("data", "dataset"))
+    collate = _find_collate(spec, base)
+    train, evaluation = (
+        _make(spec, target, arguments, needed=number == 0)
+        for number, arguments in enumerate(_arguments(spec, base, path))
+    )
+    with torch.random.fork_rng(devices=[]):
+        before = torch.random.get_rng_state()
+        xs, ys, names = UserSplit(spec, train, collate, half).tensors(torch.tensor([0]))
+        draws = not torch.equal(before, torch.random.get_rng_state())
     sample, *further = map(_sample, xs)
     labels = tuple(map(_sample, ys))
     info = DataInfo(
         sample=sample,
         further=tuple(further),
+        names=names,
         label=row_of(labels),
         labels=labels if len(labels) > 1 else (),
         classes=_classes(train) if labels[0].dtype == "int64" and len(labels) == 1 else None,
         train_samples=_length(train),
         eval_samples=_length(evaluation),
     )
-    return Found(
-        info,
-        path,
-        lambda: (UserSplit(name, train, info, half), UserSplit(name, evaluation, info, half)),
-    )
+
+    def load() -> tuple[Split, Split]:
+        return (
+            UserSplit(spec, train, collate, half, info, draws),
+            UserSplit(spec, evaluation, collate, half, info, draws),
+        )
+
+    return Found(info, path, load)
+
+
+class Read(NamedTuple):
+    """Some samples, as a user's data set returns them."""
+
+    xs: tuple[Tensor, ...]  # each of the inputs, (B, …)
+    ys: tuple[Tensor, ...]  # each of the labels
+    names: tuple[str, ...]  # the inputs' keys, if rows are dicts
 
 
 class UserSplit(Split):
@@ -68,20 +141,15 @@ class UserSplit(Split):
 
     def __init__(
         self,
-        name: str,
-        dataset: Dataset[Any],
-        info: DataInfo | None = None,
-        half: Half | None = None,
+        spec: DataSpec,
+        dataset: Dataset[Any],  # with ``__len__`` and ``__getitem__``
+        collate: Callable[[list[Any]], Any] | None = None,  # None: torch's own
+        half: Half | None = None,  # what each item is, if not a sample with its label
+        info: DataInfo | None = None,  # what each batch must have; None: no check
+        draws: bool = False,
     ) -> None:
-        """Wrap a data set.
-
-        Args:
-            name: Its import path, for messages.
-            dataset: A data set with ``__len__`` and ``__getitem__``.
-            info: Shapes and types that each batch must have, or None for no check.
-            half: What each item is, if not a (sample, label) pair.
-        """
-        self._name, self._dataset, self._info, self._half = name, dataset, info, half
+        self._name, self._spec, self._dataset, self._info = spec.dataset, spec, dataset, info
+        self._collate, self._half, self.draws = collate, half, draws
 
     def __len__(self) -> int:
         return _length(self._dataset)
@@ -92,60 +160,125 @@ class UserSplit(Split):
         Raises:
             DataError: The data set fails, or returns other shapes or types than at first.
         """
-        several, xs, ys = self.tensors(order_B)
+        xs, ys, _ = self.tensors(order_B)
         if self._info is not None:
             self._check(self._info, xs, ys)
         if len(ys) == 1:
-            return xs if several else xs[0], ys[0]
+            return xs if len(xs) > 1 else xs[0], ys[0]
         dtype = torch.float32 if any(y.is_floating_point() for y in ys) else torch.int64
-        return xs if several else xs[0], pack([y.to(dtype) for y in ys])
+        return xs if len(xs) > 1 else xs[0], pack([y.to(dtype) for y in ys])
 
-    def tensors(self, order_B: Tensor) -> tuple[bool, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return inputs and labels of these samples, and whether inputs come as a tuple.
+    def classes(self) -> Tensor | None:
+        """Return each sample's class, if the data set tells without reading the samples."""
+        labels = getattr(self._dataset, "targets", None)  # of torchvision's
+        for key in self._spec.label or LABELS:
+            if labels is None and key in (getattr(self._dataset, "column_names", None) or ()):
+                labels = self._dataset[key][:]  # of Hugging Face's
+        try:
+            classes_N = torch.as_tensor(labels)
+        except (TypeError, ValueError, RuntimeError):
+            return None
+        whole = not classes_N.is_floating_point() and classes_N.shape == (len(self),)
+        return classes_N.to(torch.int64) if whole else None
+
+    def tensors(self, order_B: Tensor) -> Read:
+        """Return inputs and labels of these samples.
 
         Raises:
-            DataError: The data set fails, or does not return pairs of numbers.
+            DataError: The data set fails, or does not return samples with labels, as numbers.
         """
         order = order_B.tolist()
         try:
             # As in torch.utils.data.DataLoader: several at once if the data set supports it.
             several = getattr(self._dataset, "__getitems__", None)
             samples = several(order) if several else [self._dataset[index] for index in order]
-            batch = default_collate(samples)
+            if self._collate is None:
+                batch = default_collate([_numbers_in(row) for row in samples])
+            else:
+                batch = self._collate(samples)
         except Exception as error:
             shown = ", ".join(map(str, order[:4])) + (", …" if len(order) > 4 else "")
             raise DataError(
                 f"data set {self._name!r} failed for samples {shown}: "
                 f"{type(error).__name__}: {error}",
-                hint="try it alone: build the class, index it with each of these numbers and "
-                "collate them with torch.utils.data.default_collate",
+                hint=self._advice(str(error)),
             ) from error
-        nothing = no_labels(len(order))
-        if self._half is not None:
-            batch = (batch, nothing) if self._half == "samples" else (nothing, batch)
-        elif not isinstance(batch, list | tuple) or len(batch) != 2:
-            raise DataError(
-                f"data set {self._name!r} returns {_kind(batch)}, not (sample, label) pairs",
-                hint="return a sample and a label from __getitem__",
-            )
-        given, label = batch
-        several = isinstance(given, list | tuple)
-        xs = tuple(_number(self._name, "sample", one) for one in (given if several else [given]))
-        labels = label if isinstance(label, list | tuple) and label else [label]
-        ys = tuple(_number(self._name, "label", one) for one in labels)
-        if not xs or len(xs) > INPUTS_LIMIT:
+        inputs, label = self._parts(batch, len(order))
+        names: tuple[str, ...] = ()
+        if isinstance(inputs, Mapping):
+            names = self._inputs(inputs)
+            inputs = tuple(inputs[name] for name in names)
+        xs = _numbers(self._name, "sample", inputs)
+        ys = _numbers(self._name, "label", label)
+        if len(xs) > INPUTS_LIMIT:
             raise DataError(
                 f"data set {self._name!r} returns samples of {len(xs)} inputs",
                 hint=f"return from 1 to {INPUTS_LIMIT}",
             )
-        return several, xs, ys
+        return Read(xs, ys, names)
+
+    def _advice(self, error: str) -> str:
+        """Return what to do about an error in reading samples."""
+        if "equal size" in error:
+            return _ONE_SHAPE
+        if "PIL." in error:
+            return "give it a 'transform' that makes a tensor of an image, in 'data.args'"
+        collate = self._spec.collate
+        name = "torch.utils.data.default_collate" if collate is None else collate.name
+        return (
+            "try it alone: build the class, index it with each of these numbers and collate them "
+            f"with {name}"
+        )
+
+    def _parts(self, batch: Any, count: int) -> tuple[Any, Any]:
+        """Divide a batch into samples and labels; of one half of it the other one is empty."""
+        nothing = no_labels(count)
+        if self._half == "samples":
+            return batch, nothing
+        if isinstance(batch, Mapping):
+            keys = self._labels(batch)
+            rest = {key: value for key, value in batch.items() if key not in keys}
+            labels = tuple(batch[key] for key in keys)
+            return (nothing if self._half else rest), labels
+        if self._half == "labels":
+            return nothing, batch
+        if not isinstance(batch, list | tuple) or len(batch) < 2:
+            raise DataError(
+                f"data set {self._name!r} returns {_kind(batch)}, not (sample, label) pairs",
+                hint="return a sample and a label from __getitem__, or a dict with both",
+            )
+        *inputs, label = batch
+        return (tuple(inputs) if len(inputs) > 1 else inputs[0]), label
+
+    def _labels(self, batch: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the keys of the labels."""
+        keys = self._spec.label or tuple(key for key in LABELS if key in batch)
+        missing = [key for key in keys if key not in batch]
+        if missing or (not self._spec.label and len(keys) != 1):
+            what = f"no label {missing[0]!r}" if missing else "no label known"
+            raise DataError(
+                f"data set {self._name!r} returns dicts: there is {what} among their keys with "
+                f"numbers: {', '.join(map(repr, batch))}",
+                hint="name the label's key in 'data.label'",
+            )
+        return keys
+
+    def _inputs(self, samples: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the keys of the inputs: those named, else all that hold numbers."""
+        named = self._spec.inputs if self._info is None else self._info.names
+        names = named or tuple(key for key, x in samples.items() if isinstance(x, Tensor))
+        missing = [name for name in names if name not in samples]
+        if missing or not names:
+            what = f"no input {missing[0]!r}" if missing else "no input"
+            raise DataError(
+                f"data set {self._name!r} returns dicts: there is {what} among their keys with "
+                f"numbers: {', '.join(map(repr, samples))}",
+                hint="return tensors, NumPy arrays or numbers; 'data.inputs' names the inputs",
+            )
+        return names
 
     def _check(self, info: DataInfo, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-        """Compare a batch with the first sample.
-
-        Raises:
-            DataError: It has other shapes or types.
-        """
+        """Compare a batch with the first sample; refuse other shapes or types."""
         wanted = {"sample": info.samples, "label": info.labels or (info.label,)}
         for (what, expected), found in zip(wanted.items(), (xs, ys), strict=True):
             if len(found) != len(expected):
@@ -155,11 +288,13 @@ class UserSplit(Split):
                     f"{len(expected)}",
                     hint=f"all {what}s need the same {parts}",
                 )
-            for one, first in zip(map(_sample, found), expected, strict=True):
+            keys = [f" {name!r}" for name in info.names if what == "sample"] or [""] * len(found)
+            for key, one, first in zip(keys, map(_sample, found), expected, strict=True):
                 if one != first:
                     raise DataError(
-                        f"data set {self._name!r}: {what}s of {one}, but the first was {first}",
-                        hint="all samples need one shape and one type",
+                        f"data set {self._name!r}: {what}s{key} of {one}, but the first was "
+                        f"{first}",
+                        hint=_ONE_SHAPE,
                     )
 
 
@@ -171,14 +306,33 @@ def _length(dataset: Dataset[Any]) -> int:
     return len(dataset)  # type: ignore[arg-type]  # _make() has seen its __len__
 
 
-def _number(name: str, what: str, part: object) -> Tensor:
-    """Convert to float32 or int64, without a copy if it has that type."""
-    if not isinstance(part, Tensor) or part.is_complex():
-        raise DataError(
-            f"data set {name!r}: a {what} is {_kind(part)}, not numbers",
-            hint="return tensors, NumPy arrays or numbers",
-        )
-    return part.to(torch.float32 if part.is_floating_point() else torch.int64)
+def _numbers_in(row: Any) -> Any:
+    """Return a row in which dicts have their numbers alone, each value as one tensor.
+
+    ``default_collate`` would make a list of tensors of the lists of numbers in them.
+    """
+    if isinstance(row, tuple) and any(isinstance(part, Mapping) for part in row):
+        return tuple(map(_numbers_in, row))
+    if not isinstance(row, Mapping):
+        return row
+    numbers = {}
+    for key, value in row.items():
+        with suppress(TypeError, ValueError, RuntimeError):  # texts, images, nothing
+            numbers[key] = torch.as_tensor(value)
+    return numbers
+
+
+def _numbers(name: str, what: str, parts: Any) -> tuple[Tensor, ...]:
+    """Convert to float32 or int64, without a copy of what has that type."""
+    tensors = []
+    for part in parts if isinstance(parts, list | tuple) and parts else (parts,):
+        if not isinstance(part, Tensor) or part.is_complex():
+            raise DataError(
+                f"data set {name!r}: a {what} is {_kind(part)}, not numbers",
+                hint="return tensors, NumPy arrays or numbers",
+            )
+        tensors.append(part.to(torch.float32 if part.is_floating_point() else torch.int64))
+    return tuple(tensors)
 
 
 def _kind(value: object) -> str:
@@ -201,18 +355,72 @@ def _classes(dataset: object) -> int | None:
     return len(told) if isinstance(told, list | tuple) else None
 
 
-def _make(name: str, cls: type[Any], args: dict[str, Any], *, train: bool) -> Dataset[Any]:
-    shown = ", ".join(f"{key}={value!r}" for key, value in {"train": train, **args}.items())
+def _find_collate(spec: DataSpec, base: Path) -> Callable[[list[Any]], Any] | None:
+    if spec.collate is None:
+        return None
+    value = {"import": spec.collate.name, **({"args": args} if (args := spec.collate.args) else {})}
+    collate: Callable[[list[Any]], Any] = make(value, base, ("data", "collate"))
+    if not callable(collate):
+        raise SpecError(
+            f"{spec.collate.name!r} cannot be called",
+            location=("data", "collate"),
+            hint="name a function of a list of rows, as 'package.module:function'",
+        )
+    return collate
+
+
+def _arguments(spec: DataSpec, base: Path, path: Path | None) -> Iterable[dict[str, Any]]:
+    """Yield the keywords of a user's class for training and for evaluation."""
+    for part, keywords in (("train", spec.train), ("evaluation", spec.evaluation)):
+        arguments: dict[str, Any] = {}
+        if keywords is None:
+            arguments = {"train": part == "train"} | ({} if path is None else {"path": str(path)})
+        for place, values in (("args", spec.args), (part, keywords or {})):
+            for key, value in values.items():
+                if keywords is not None and isinstance(value, str) and path is not None:
+                    value = value.replace(PATH, str(path))
+                argument = make(value, base, ("data", place, key))
+                arguments[key] = _in_order(argument) if key.endswith("transform") else argument
+        yield arguments
+
+
+def _in_order(transforms: Any) -> Any:
+    """Return what applies a list of transforms, each to the result of the one before."""
+    if not isinstance(transforms, list):
+        return transforms
+
+    def apply(x: Any) -> Any:
+        for transform in transforms:
+            x = transform(x)
+        return x
+
+    return apply
+
+
+def _make(
+    spec: DataSpec, target: Callable[..., Any], arguments: dict[str, Any], *, needed: bool
+) -> Dataset[Any]:
+    """Call a user's class or function; see that it gives a data set, not empty if ``needed``."""
+    name = spec.dataset
+    shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    call = f"{name.partition(':')[2]}({shown})"
     try:
-        dataset = cls(train=train, **args)
+        dataset = target(**arguments)
     except DniError:
         raise
     except Exception as error:
         raise DataError(
-            f"data set {name!r} cannot be made: {cls.__name__}({shown}) raises "
-            f"{type(error).__name__}: {error}",
-            hint="it is called with 'train', with 'path' if data.path is set, and with data.args",
+            f"data set {name!r} cannot be made: {call} raises {type(error).__name__}: {error}",
+            hint="it is called with 'train', with 'path' if data.path is set, and with data.args; "
+            "for other keywords set 'data.train' and 'data.evaluation'"
+            if spec.train is None
+            else "it is called with data.args, and with data.train or data.evaluation",
         ) from error
+    if isinstance(dataset, Mapping):
+        raise DataError(
+            f"data set {name!r}: {call} returns data sets by name: {', '.join(map(str, dataset))}",
+            hint="name one by the arguments in 'data.train' and in 'data.evaluation'",
+        )
     if isinstance(dataset, IterableDataset) or not all(
         hasattr(dataset, method) for method in ("__len__", "__getitem__")
     ):
@@ -227,7 +435,7 @@ def _make(name: str, cls: type[Any], args: dict[str, Any], *, train: bool) -> Da
         raise DataError(
             f"data set {name!r}: its __len__ fails: {type(error).__name__}: {error}"
         ) from error
-    if count == 0 and train:
-        raise DataError(f"data set {name!r}: {cls.__name__}({shown}) is empty")
+    if count == 0 and needed:
+        raise DataError(f"data set {name!r}: {call} is empty")
     result: Dataset[Any] = dataset
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -133,6 +134,11 @@ def _places(y: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str
         items = [(name, getattr(y, name, None)) for name in names if not name.startswith("_")]
     for name, value in dict(items).items():
         yield from _places(value, (*path, str(name)), seen)
+
+
+def arguments_of(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Return those of some names that ``forward`` has as arguments, in its order."""
+    return tuple(name for name in inspect.signature(module.forward).parameters if name in names)
 
 
 def build_network(spec: NetworkSpec) -> nn.Module:

@@ -137,7 +137,7 @@ def _proposed(
         threads=chain.resources(0).cpus or 1,
     )
     with naming_file(path), importing_from(base):
-        info = describe(with_defaults(chain.data.of_replica(1)), base)
+        info = describe(with_defaults(chain.data, base).of_replica(1), base)
         spec = NetworkSpec.model_validate(pieces[0].args["network"])
         recut = cut_again(spec, build_network(spec).train(), info, request, measured)
     document: dict[str, Any] = parse_yaml(text, str(path))[0]

@@ -112,21 +112,23 @@ def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Chec
     """
     base = path.parent.absolute()
     written = _beside(base, load_chain(path))
-    if data is not None:
-        written = written.model_copy(update={"data": written.data.at(data.absolute())})
     with naming_file(path), importing_from(base):
         from dni_runtime.core.dynamo import postpone_dynamo
         from dni_runtime.data import with_defaults
         from dni_runtime.plan.callbacks import check_callbacks
         from dni_runtime.plan.initial import find_initial
         from dni_runtime.resolve.resolve import resolved_chain, worker_specs
+        from dni_runtime.resolve.shapes import by_name
 
         postpone_dynamo()
-        written = written.model_copy(update={"data": with_defaults(written.data)})
+        spec = with_defaults(written.data, base)
+        spec = spec if data is None else spec.at(data.absolute())
+        written = written.model_copy(update={"data": spec})
         sources = source_files(written, path.parent)
         check_callbacks(written.callbacks)
         with _naming_data(path, UNCHECKED):
             info, location = _find_data(written, base)
+        written, info = by_name(written, info)
         workers = worker_specs(written, info)
         chain = resolved_chain(written, info)
         initial = find_initial(written, workers, base)

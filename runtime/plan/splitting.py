@@ -62,7 +62,7 @@ def split_chain(
         )
     base = path.parent.absolute()
     try:
-        data = with_defaults(DataSpec.model_validate(settings["data"]))
+        data = with_defaults(DataSpec.model_validate(settings["data"]), base)
     except ValidationError as error:
         at_, message, hint = explain_details(error, DataSpec)
         raise SpecError(message, location=("data", *at_), hint=hint) from None
@@ -81,6 +81,11 @@ def split_chain(
     with importing_from(base):
         info = describe(data, base)
         spec, network = network_of(target, info, args=args or {}, takes=takes, returns=returns)
+        if info.names:
+            named = set(spec.takes) <= set(info.names)
+            info = info.with_inputs((named and spec.takes) or info.names)
+            data = data.model_copy(update={"inputs": info.names})
+            settings = {**settings, "data": {**settings["data"], "inputs": list(info.names)}}
         if weights is not None:
             load_weights(network, weights)
         if state is not None:
@@ -95,8 +100,9 @@ def split_chain(
 
 def first_batch(data: DataSpec, base: Path) -> tuple[Tensor, ...]:
     """Return the inputs of the first training batch."""
-    source = open_data(data.model_copy(update={"workers": 0}), base, seed=0)
-    return as_inputs(next(source.train_batches(0))[0])
+    batch = next(open_data(data, base, seed=0).some_batches("train", 0, 0, lambda: True))
+    assert batch is not None
+    return as_inputs(batch[0])
 
 
 def _freeze_as(network: nn.Module, state: nn.Module, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dni_runtime.core.layers import build_layer, build_module
 from dni_runtime.core.recurrent import CELLS
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import SpecError
-from dni_runtime.network.source import without_memory
+from dni_runtime.network.source import arguments_of, without_memory
 from dni_runtime.packing import row_of
 from dni_runtime.spec import ChainSpec, DataInfo, LayerSpec, TensorSpec, WorkerSpec
 from dni_runtime.spec.choices import Location
@@ -41,6 +41,20 @@ class ModuleOutputs(NamedTuple):
     def packed(self) -> tuple[TensorSpec, ...]:
         """One sample of each output, if they are several."""
         return self.outputs if len(self.outputs) > 1 else ()
+
+
+def by_name(chain: ChainSpec, info: DataInfo) -> tuple[ChainSpec, DataInfo]:
+    """Return both with the inputs of the data in the order of the head's arguments of their names.
+
+    Only if samples are dicts, and neither the data's inputs nor the head's are written down.
+    """
+    layer = chain.modules[0].layers[0]
+    if not info.names or chain.data.inputs or chain.graph.data[0] is not None:
+        return chain, info
+    at: Location = ("modules", 0, "layers", 0)
+    names = arguments_of(without_memory(lambda: build_layer(layer, at)), info.names) or info.names
+    data = chain.data.model_copy(update={"inputs": names})
+    return chain.model_copy(update={"data": data}), info.with_inputs(names)
 
 
 def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[ModuleOutputs]:

@@ -12,10 +12,17 @@ from dni_runtime.spec.named import Choice, Frozen
 REPLICA = "{replica}"
 """In ``data.path``: the number of the head's replica, each of which has data of its own."""
 
+PATH = "{path}"
+"""In keywords of a user's data set: the absolute ``data.path``, where the worker runs."""
+
 
 def own_path(path: str | Path, replica: int) -> Path:
     """Return the path of the data that one replica of the head reads."""
     return Path(str(path).replace(REPLICA, str(replica)))
+
+
+_USERS = ("train", "evaluation", "collate", "inputs", "label")
+"""Settings of data sets that are a user's class or function."""
 
 
 class LabelsSpec(Frozen):
@@ -54,9 +61,17 @@ class DataSpec(Frozen):
     # Processes that load and augment training batches in parallel to training; 0: a thread loads
     # them if loading is slow, and the main thread augments them.
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    # Options; a user's class gets them as keywords, and is made twice, with ``train`` true and
-    # false.
+    # Options; a user's class or function gets them as keywords. It is called twice: with ``train``
+    # true and false, or also with the keywords of ``train`` and of ``evaluation``.
     args: dict[str, Any] = Field(default_factory=dict)
+    train: dict[str, Any] | None = None
+    evaluation: dict[str, Any] | None = None
+    # A user's function that makes a batch of a list of rows; None: torch's ``default_collate``.
+    collate: Choice | None = None
+    # Keys of rows that are dicts: the inputs, in the order of ``forward``'s arguments, and the
+    # label, or several. Empty: found by their names.
+    inputs: tuple[str, ...] = ()
+    label: tuple[str, ...] = ()
     # Written as ``tail``, or as a data set, if they stay at the tail; None: the head sends them.
     labels: LabelsSpec | None = None
 
@@ -68,6 +83,11 @@ class DataSpec(Frozen):
                 raise ValueError(f"{value!r} is not allowed here: labels are at 'head' or 'tail'")
             return {} if value == "tail" else None
         return value
+
+    @field_validator("label", mode="before", json_schema_input_type=str | tuple[str, ...])
+    @classmethod
+    def _key_or_keys(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="before")
     @classmethod
@@ -93,6 +113,20 @@ class DataSpec(Frozen):
         if value is not None and not number and not share:
             raise ValueError(f"{value!r} is neither a number of samples nor a share below 1")
         return value
+
+    @model_validator(mode="after")
+    def _of_a_users_data_set(self) -> Self:
+        if (self.train is None) != (self.evaluation is None):
+            there, missing = (
+                ("evaluation", "train") if self.train is None else ("train", "evaluation")
+            )
+            raise ValueError(f"{there!r} needs {missing!r}: keywords for the other samples")
+        for name in _USERS if ":" not in self.dataset else ():
+            if getattr(self, name) != type(self).model_fields[name].get_default():
+                raise ValueError(
+                    f"{name!r} is for a data set of your own, 'dataset: package.module:Class'"
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_order(self) -> Self:
@@ -127,6 +161,8 @@ class DataSpec(Frozen):
         changes: dict[str, Any] = {"flatten": False, "augment": (), "workers": 0}
         if self.labels is not None and self.labels.dataset is not None:
             changes |= self.labels.model_dump()
+            changes |= dict.fromkeys(("train", "evaluation", "collate"))
+            changes |= {"inputs": (), "label": ()}
             changes["labels"] = LabelsSpec(dataset=self.labels.dataset)
         return self.model_copy(update=changes)
 

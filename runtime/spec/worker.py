@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field
@@ -40,6 +41,7 @@ class DataInfo(Frozen):
 
     sample: TensorSpec  # one input; the first of several
     further: tuple[TensorSpec, ...] = ()  # the other inputs
+    names: tuple[str, ...] = ()  # keys of all inputs, if samples are dicts
     label: TensorSpec  # one label; several in a row
     labels: tuple[TensorSpec, ...] = ()  # each of several
     classes: int | None = None  # None: labels are not class indices
@@ -51,6 +53,13 @@ class DataInfo(Frozen):
     def samples(self) -> tuple[TensorSpec, ...]:
         """All inputs."""
         return (self.sample, *self.further)
+
+    def with_inputs(self, names: Sequence[str]) -> Self:
+        """Return the same data with the inputs of these names alone, in this order."""
+        samples = dict(zip(self.names, self.samples, strict=True))
+        first, *further = (samples[name] for name in names)
+        update = {"sample": first, "further": tuple(further), "names": tuple(names)}
+        return self.model_copy(update=update)
 
 
 class SelectionRole(Frozen):

@@ -19,6 +19,7 @@ from dni_runtime.errors import DataError, SpecError, UsageError
 from dni_runtime.network.source import (
     NetworkSpec,
     NetworkWrapper,
+    arguments_of,
     build_network,
     first_line,
     guilty_line,
@@ -125,7 +126,9 @@ def network_of(
     takes: Sequence[str] = (),
     returns: str | int | None = None,
 ) -> tuple[NetworkSpec, nn.Module]:
-    """Build a network for some data."""
+    """Build a network for some data; it takes inputs that have names by these."""
+    if takes and set(takes) <= set(info.names):
+        info = info.with_inputs(takes)
     if takes and len(takes) != len(info.samples):
         raise UsageError(
             f"{len(takes)} arguments of forward are named, and the data has {len(info.samples)} "
@@ -140,7 +143,12 @@ def network_of(
             "returns": returns,
         }
     )
-    return spec, build_network(spec).train()
+    network = build_network(spec).train()
+    names = () if takes else arguments_of(network, info.names)
+    if names:
+        example = info.with_inputs(names).samples
+        spec = spec.model_copy(update={"takes": names, "example": example})
+    return spec, network
 
 
 def chain_name(target: str) -> str:

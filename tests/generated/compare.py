@@ -246,7 +246,7 @@ def network_spec(case: Case, nets: ModuleType) -> Any:
     from dni_runtime.split.network import network_of
 
     base = Path(nets.__file__ or "").parent
-    info = describe(with_defaults(DataSpec.model_validate(nets.DATA)), base)
+    info = describe(with_defaults(DataSpec.model_validate(nets.DATA), base), base)
     returns = {"tensor": None, "dict": "logits"}.get(case.returns, "0")
     target = f"{nets.__name__}:{'build' if case.way == 'function' else 'Net'}"
     return network_of(target, info, args={}, returns=returns)[0]

@@ -182,7 +182,7 @@ def test_what_it_makes_is_checked_in_each_batch(make: MakeSpec, tmp_path: Path) 
     [
         ("RandomCrop", r"unknown augmentation 'RandomCrop'\n.*import: package\.module:Class"),
         ({"import": "userdata_gone:Flip"}, "augmentation 'userdata_gone:Flip': there is no module"),
-        ({"import": "NAME:Flop"}, r"userdata_\d+\.py has no class 'Flop'"),
+        ({"import": "NAME:Flop"}, r"userdata_\d+\.py has no class or function 'Flop'"),
         ({"import": "NAME:Noise", "args": {"sale": 1}}, r"Noise\(sale=1\) raises TypeError"),
         ({"import": "NAME:Idle"}, r"an object of Idle cannot be called\n.*__call__"),
     ],

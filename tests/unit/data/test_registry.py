@@ -46,9 +46,9 @@ def test_a_data_set_gets_its_options() -> None:
 
 
 def test_defaults_are_filled_in() -> None:
-    assert with_defaults(numbers_with(count=4)).args == {"count": 4, "step": 1.0}
+    assert with_defaults(numbers_with(count=4), Path()).args == {"count": 4, "step": 1.0}
     for unchanged in (DataSpec(), DataSpec(dataset="mine:Data", args={"size": 3})):
-        assert with_defaults(unchanged) == unchanged
+        assert with_defaults(unchanged, Path()) == unchanged
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_defaults_are_filled_in() -> None:
     ],
 )
 def test_wrong_options_are_refused(args: dict[str, object], path: str, message: str) -> None:
-    for ask in (with_defaults, lambda spec: describe(spec, Path())):
+    for ask in (with_defaults, describe):
         with pytest.raises(SpecError, match=message) as caught:
-            ask(numbers_with(**args))
+            ask(numbers_with(**args), Path())
         assert caught.value.path == path

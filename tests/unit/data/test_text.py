@@ -166,7 +166,7 @@ def test_a_single_file_may_have_any_name(tmp_path: Path) -> None:
 
 
 def test_options_are_filled_in() -> None:
-    assert with_defaults(text(None)).args == {"context": 64, "eval_share": 0.1}
+    assert with_defaults(text(None), Path()).args == {"context": 64, "eval_share": 0.1}
 
 
 @pytest.mark.parametrize(

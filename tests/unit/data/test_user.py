@@ -176,7 +176,7 @@ def test_missing_module_says_where_it_looked(user_module, tmp_path) -> None:
 
 def test_missing_class_and_broken_modules(user_module, tmp_path) -> None:
     spec = make(user_module, cls="Cubes")
-    with pytest.raises(SpecError, match=r"userdata_.*\.py has no class 'Cubes'"):
+    with pytest.raises(SpecError, match=r"userdata_.*\.py has no class or function 'Cubes'"):
         describe(spec, tmp_path)
     user_module("import userdata_dependency", "userdata_lacking")
     with pytest.raises(SpecError, match="imports 'userdata_dependency', which is missing"):

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+from collections.abc import Iterator
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
 
 from dni_runtime.api.planning import plan_run
+from dni_runtime.core.chain import LocalChain
+from dni_runtime.data import open_data
 from dni_runtime.errors import DataError, SpecError
-from dni_runtime.plan.prepare import prepare
+from dni_runtime.plan.prepare import prepare, prepare_again
 from dni_runtime.plan.settings import StartSettings
+from dni_runtime.plan.splitting import split_chain
+from dni_runtime.spec.load import parse_yaml
+from tests.specs import int64
 
 CHAIN = """\
 name: small
@@ -62,6 +76,111 @@ def test_each_replica_of_the_head_may_have_data_of_its_own(tmp_path: Path) -> No
     assert prepared.total_steps == 2
     plan = plan_run(prepared, StartSettings(tmp_path / "run", "process")).plan
     assert [one.data for one in plan.workers] == [str(own / "1.npz"), str(own / "2.npz"), None]
+
+
+ROWS = """\
+import torch
+from torch import nn
+
+def rows(split, data_dir):
+    draw = torch.Generator().manual_seed(len(split))
+    return [
+        {"text": "no", "mask": [1, 1, 0], "idx": n, "ids": ids.tolist(), "labels": n % 2}
+        for n, ids in enumerate(torch.randint(0, 9, (10, 3), generator=draw))
+    ]
+
+class Begin(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+
+    def forward(self, ids, mask=None):
+        return (self.embed(ids) * mask.unsqueeze(2)).sum(1)
+
+class Whole(Begin):
+    def __init__(self):
+        super().__init__()
+        self.end = nn.Linear(4, 2)
+
+    def forward(self, ids, mask=None, labels=None):
+        return {"logits": self.end(super().forward(ids, mask))}
+"""
+DATA = """\
+data:
+  dataset: rows:rows
+  batch_size: 4
+  train: {split: train, data_dir: words}
+  evaluation: {split: test, data_dir: words}
+"""
+BY_NAME = f"""\
+name: by-name
+{DATA}
+defaults: {{optimizer: {{SGD: {{lr: 0.1}}}}}}
+modules:
+  - {{name: a, interface: exact, layers: [{{import: "rows:Begin"}}]}}
+  - {{name: b, layers: [{{Linear: {{in_features: 4, out_features: 2}}}}]}}
+"""
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "words").mkdir()
+    (tmp_path / "rows.py").write_text(ROWS)
+    yield tmp_path
+    sys.modules.pop("rows", None)
+
+
+def by_hand(network: nn.Module, optimizer: torch.optim.Optimizer, rows: list[Any]) -> None:
+    """Train it for an epoch as a loop over torch's own loader does."""
+    for row in DataLoader(rows, batch_size=4):  # type: ignore[arg-type]
+        ids, mask = torch.stack(row["ids"], 1), torch.stack(row["mask"], 1)
+        optimizer.zero_grad()
+        F.cross_entropy(network(ids=ids, mask=mask), row["labels"]).backward()
+        optimizer.step()
+
+
+def test_inputs_of_dicts_go_to_arguments_of_their_names(rows: Path) -> None:
+    path = rows / "chain.yaml"
+    path.write_text(BY_NAME.replace("batch_size: 4", "batch_size: 4\n  shuffle: false"))
+    prepared = prepare(path)
+    assert prepared.data == rows / "words"  # what containers get
+    assert prepared.chain.data.inputs == ("ids", "mask")
+    assert prepared.workers[0].head is not None
+    assert prepared.workers[0].head.data.inputs == ("ids", "mask")
+    again = prepare_again(prepared, prepared.written.model_copy(update={"epochs": 2}))
+    assert again.chain.data == prepared.chain.data
+    chain = LocalChain(prepared.workers)
+    source = open_data(prepared.chain.data, rows, seed=0)
+    network = nn.Sequential()
+    for step in chain.steps:
+        network.extend(copy.deepcopy(step.layers))
+    begin, end = network
+    for x, y in source.train_batches(1):
+        chain.train_batch(x, y)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+
+    class Together(nn.Module):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = end(begin(ids, mask))
+            return result
+
+    sys.path.insert(0, str(rows))
+    try:
+        by_hand(Together(), optimizer, import_module("rows").rows("train", ""))
+    finally:
+        sys.path.remove(str(rows))
+    trained = [p for step in chain.steps for p in step.layers.parameters()]
+    assert all(map(torch.equal, trained, network.parameters()))
+
+
+def test_a_network_is_split_by_the_names_of_its_arguments(rows: Path) -> None:
+    settings = parse_yaml(DATA, "")[0]
+    taken = split_chain("rows:Whole", rows / "split.yaml", settings, at=["embed"], returns="logits")
+    assert taken.prepared.chain.data.inputs == ("ids", "mask")
+    written = (rows / "split.yaml").read_text()
+    assert "takes: [ids, mask]" in written or "takes:\n" in written
+    assert "data_dir: words" in written  # as the user wrote it
+    assert prepare(rows / "split.yaml").info.samples == (int64(3), int64(3))
 
 
 NETS = """\

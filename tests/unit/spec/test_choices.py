@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.data.imports import import_class
+from dni_runtime.data.imports import import_target
 from dni_runtime.errors import SpecError
 from dni_runtime.spec.choices import find_attribute
 
@@ -26,4 +26,4 @@ def test_an_import_error_shows_its_causes(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(SpecError, match=wanted):
         find_attribute("lazy_one:build", "network", ())
     with pytest.raises(SpecError, match=wanted):
-        import_class("lazy_one:Data", tmp_path, what="data set", location=())
+        import_target("lazy_one:Data", tmp_path, what="data set", location=())
