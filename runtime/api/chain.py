@@ -62,12 +62,14 @@ class Chain:
         """Make a chain of modules that exist in this process, with the weights that they have.
 
         It is written to a chain file, beside a file of the weights: workers read these. A class of
-        your own has to be in a file beside them, because workers import it. Parameters that are
-        frozen (``requires_grad_(False)``) stay so; what workers could not build is refused.
+        your own has to be in a file beside them, because workers import it; the source of one that
+        a script or a notebook defines is written to such a file. Parameters that are frozen
+        (``requires_grad_(False)``) stay so; what workers could not build is refused.
 
         Args:
             modules: The modules by name, head first. An ``nn.Sequential`` is a list of layers.
-            data: The chain's ``data``; ``dataset`` may be a class.
+            data: The chain's ``data``; ``dataset`` may be a class or function, as may what is
+                otherwise written ``{import: ...}``.
             inputs: Names of the modules that a module takes its inputs from, by its own name; by
                 default the module before.
             path: The chain file; one that this method wrote is replaced.
@@ -79,7 +81,7 @@ class Chain:
                 module.
         """
         from dni_runtime.core.export import separate
-        from dni_runtime.resolve.describe import describe_modules, import_path, with_frozen
+        from dni_runtime.resolve.describe import describe_data, describe_modules, with_frozen
 
         path = Path(path)
         folder, weights = path.parent.absolute(), path.with_suffix(".safetensors")
@@ -93,14 +95,11 @@ class Chain:
         if path.exists() and not path.read_text().startswith(_WRITTEN):
             raise UsageError(f"{str(path)!r} exists, and was not written by Chain.from_modules")
         described = describe_modules(modules, folder)
-        dataset, defaults = data.get("dataset"), settings.get("defaults", {})
+        defaults = settings.get("defaults", {})
         document = {
             "name": path.stem,
             **settings,
-            "data": {
-                **data,
-                **({"dataset": import_path(dataset, folder)} if isinstance(dataset, type) else {}),
-            },
+            "data": describe_data(data, folder),
             "defaults": {"init": {"file": weights.name}, **defaults},
             "modules": [
                 {
@@ -163,7 +162,7 @@ class Chain:
             UsageError: The file exists, and neither this method nor 'dnictl split' wrote it.
         """
         from dni_runtime.plan.splitting import split_chain
-        from dni_runtime.resolve.describe import describe_modules, import_path
+        from dni_runtime.resolve.describe import describe_data, describe_modules, import_path
 
         path = Path(path)
         folder, state = path.parent.absolute(), None
@@ -175,13 +174,10 @@ class Chain:
             target, args = entry["import"], entry.get("args", {})
         else:
             target = network if isinstance(network, str) else import_path(network, folder)
-        dataset = data.get("dataset")
-        if isinstance(dataset, type):
-            data = {**data, "dataset": import_path(dataset, folder)}
         taken = split_chain(
             target,
             path,
-            {**settings, "data": dict(data)},
+            {**settings, "data": describe_data(data, folder)},
             args=args,
             modules=modules,
             at=at,

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from dni_runtime.core.layers import LAYERS, build_layers
 from dni_runtime.errors import SpecError
+from dni_runtime.resolve.interactive import MAIN, home, written_out
 from dni_runtime.spec import LayerSpec
 from dni_runtime.spec.modules import patterns
 
@@ -155,7 +156,7 @@ def _facts(root: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
     kept = root.state_dict()
     for path, module in root.named_modules(remove_duplicate=False):
         cls = type(module)
-        yield (path, "the class"), f"{cls.__module__}.{cls.__qualname__}"
+        yield (path, "the class"), f"{home(cls)}.{cls.__qualname__}"
         for name, value in vars(module).items():
             if name.endswith("_hooks") and isinstance(value, dict):
                 yield (path, name.strip("_")), [_plainly(hook, names) for hook in value.values()]
@@ -207,7 +208,7 @@ def _plainly(value: Any, names: Mapping[int, str]) -> Any:
         case torch.dtype() | Enum():
             return value
         case type() | FunctionType() | BuiltinFunctionType() | MethodType():
-            return f"{value.__module__}.{value.__qualname__}"
+            return f"{home(value)}.{value.__qualname__}"
         case functools.partial():
             return _plainly((value.func, value.args, value.keywords), names)
         case nn.Module():
@@ -253,12 +254,15 @@ def _in_eval_mode(what: str, others: str) -> SpecError:
 def import_path(cls: Callable[..., Any], folder: Path) -> str:
     """Return ``package.module:Class`` of a class or function that workers can import.
 
-    Import paths start in ``folder``, where the chain file will be.
+    Import paths start in ``folder``, where the chain file will be, and where those of a script or a
+    notebook are written to a file.
     """
     name = f"{cls.__module__}:{cls.__qualname__}"
     hint = f"move it to a file in {str(folder)!r} and import it from there"
-    if cls.__module__ == "__main__" or "<locals>" in name:
+    if "<locals>" in name:
         raise SpecError(f"workers cannot import {cls.__qualname__!r}", hint=hint)
+    if cls.__module__ == MAIN:
+        return written_out(cls, folder)
     module = sys.modules.get(cls.__module__)
     if module is not None and not hasattr(module, cls.__qualname__.partition(".")[0]):
         raise SpecError(
@@ -273,6 +277,31 @@ def import_path(cls: Callable[..., Any], folder: Path) -> str:
     if file not in (expected.with_suffix(".py"), expected / "__init__.py"):
         raise SpecError(f"workers cannot import {name!r}: it lies in {str(file)!r}", hint=hint)
     return name
+
+
+def describe_data(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a chain's ``data`` as a file has it, with import paths of classes and functions."""
+
+    def written(value: Any, key: str) -> Any:
+        if isinstance(value, Mapping):
+            return {name: written(one, name) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [written(one, key) for one in value]
+        if isinstance(value, type | FunctionType | MethodType):
+            path = import_path(value, folder)
+            return path if key in ("dataset", "import") else {"import": path}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Path):
+            return str(value)
+        raise SpecError(
+            f"{key!r} is a {type(value).__name__}: a chain file holds numbers, words, lists, and "
+            "names of classes and functions",
+            location=("data",),
+            hint="write an object as {'import': Class, 'args': {…}}",
+        )
+
+    return {key: written(value, key) for key, value in data.items()}
 
 
 def _arguments(layer: nn.Module) -> dict[str, Any]:

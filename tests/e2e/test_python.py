@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -123,3 +125,60 @@ def test_what_cannot_be_trained(site: Site, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UsageError, match="epochs=0"):
         chain.train(epochs=0)
     assert not (site.folder / "runs").exists()
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from dni_runtime import Chain
+
+class Points(Dataset):
+    num_classes = 2
+
+    def __init__(self, count, seed):
+        self.x = torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return {"x": self.x[index], "label": int(self.x[index].sum() > 0)}
+
+class Net(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.width = width
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU())
+
+    def forward(self, x):
+        return self.layers(x)
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    chain = Chain.from_modules(
+        {"body": Net(), "top": nn.Linear(16, 2)},
+        data={"dataset": Points, "train": {"count": 512, "seed": 1},
+              "evaluation": {"count": 64, "seed": 2}, "batch_size": 32},
+        path="mine.yaml",
+        epochs=8,
+    )
+    run = chain.train(backend="process")
+    state = run.wait()
+    result = run.evaluate()
+    print(state.phase, result["accuracy"])
+    Net().load_state_dict(run.model().body[0].state_dict())
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_script_with_classes_of_its_own(site: Site) -> None:
+    """Network and data set in the script that trains; evaluated in the same process."""
+    (site.folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=site.folder, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    phase, accuracy = done.stdout.splitlines()[0].split()
+    assert phase == "finished"
+    assert float(accuracy) > 0.8
