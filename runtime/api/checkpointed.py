@@ -75,6 +75,8 @@ class Checkpointed:
     ) -> None:
         """Write the trained network to one file, which :func:`dni_runtime.load` reads.
 
+        A model card, ``FILE.md``, is written beside it.
+
         Args:
             output: ``.safetensors``, ``.pt2`` or ``.onnx``; ``.safetensors`` or ``.pt`` of a state
                 dict.
@@ -86,15 +88,20 @@ class Checkpointed:
             DniError: As :meth:`choose_cut`, and as ``core.export.export_model``.
         """
         check_ending(Path(output), state_dict=state_dict)
+        from dni_runtime.api.card import write_card
         from dni_runtime.core.export import export_model, write_state_dict
         from dni_runtime.plan.prepare import importing_from
 
+        if not state_dict:
+            self.check_trusted()
+        cut = self.choose_cut(force=force)[0] if cut is None else cut
         if state_dict:
-            return write_state_dict(self.state_dict(cut, force=force), Path(output))
-        self.check_trusted()
-        states = self._states_of(self.choose_cut(force=force)[0] if cut is None else cut)
-        with importing_from(self.directory.sources):
-            export_model(self.record.specs()[1], states, Path(output), force=force)
+            write_state_dict(self.state_dict(cut, force=force), Path(output))
+        else:
+            with importing_from(self.directory.sources):
+                specs = self.record.specs()[1]
+                export_model(specs, self._states_of(cut), Path(output), force=force)
+        write_card(self.record, cut, Path(output), state_dict=state_dict)
 
     def state_dict(self, cut: int | None = None, *, force: bool = False) -> dict[str, Tensor]:
         """The trained weights under the names of the network that they are from.
@@ -239,7 +246,7 @@ def evaluation_batches(
     ``own`` is the chain's, from which keys are taken that ``data`` leaves out. Paths start in the
     working directory, imports in ``sources``.
     """
-    from dni_runtime.data import DATASETS, Half, open_data
+    from dni_runtime.data import DATASETS, Half, open_data, with_defaults
     from dni_runtime.spec.data import LabelsSpec
 
     half: Half | None
@@ -251,7 +258,8 @@ def evaluation_batches(
         if data.get("path") is not None:
             data = {**data, "path": str(Path(data["path"]).expanduser().absolute())}
         half = "samples" if data.get("labels") == "none" else None
-        spec = _other_data({key: data[key] for key in data if key != "labels" or not half}, own)
+        keys = {key: data[key] for key in data if key != "labels" or half is None}
+        spec = with_defaults(_other_data(keys, own), Path.cwd())
         if half is not None:  # as of a head whose tail has the labels
             spec = spec.model_copy(update={"labels": LabelsSpec(dataset=spec.dataset)})
     if spec is None:

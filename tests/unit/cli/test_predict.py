@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import yaml
 from torch.nn.functional import cross_entropy, mse_loss
 
 from dni_runtime.api.checkpointed import Checkpointed
@@ -78,6 +79,14 @@ def test_a_run(dnictl: Dnictl, run: Checkpointed, folder: Path) -> None:
 def test_an_exported_file(dnictl: Dnictl, run: Checkpointed, folder: Path) -> None:
     """On data with labels, and on data that have none."""
     run.export(folder / "m.safetensors")
+    card = (folder / "m.md").read_text()
+    metadata, page = card.removeprefix("---\n").split("---\n", 1)
+    assert yaml.safe_load(metadata)["library_name"] == "dni-runtime"
+    assert "| module a | Linear, BatchNorm1d; Adam; mixed gradients |" in page
+    assert 'dni_runtime.load("m.safetensors")' in page
+    (folder / "m.md").write_text("my own notes")
+    run.export(folder / "m.pt", state_dict=True)
+    assert (folder / "m.md").read_text() == "my own notes"
     x, y = torch.randn(30, 64), torch.arange(30) % 10
     train, new = {"x_train": x[:8], "y_train": y[:8]}, {"x_eval": x[8:], "y_eval": y[8:]}
     np.savez(folder / "d.npz", **{name: one.numpy() for name, one in (train | new).items()})

@@ -172,7 +172,7 @@ def test_one_changed_layer_changes_one_hash() -> None:
 
 def test_host_settings_change_no_hash() -> None:
     other = CHAIN + "data: {path: /elsewhere}\nlinks: {window: 3}\nstop_grace_s: 5\n"
-    other += "checkpoint: {keep: 9, every_steps: 7}\n"
+    other += "checkpoint: {keep: 9, every_steps: 7}\nepochs: 9\nsteps: 7\n"
     before, after = specs_of(CHAIN, INFO), specs_of(other, INFO)
     assert [w.hash for w in before] == [w.hash for w in after]
 

@@ -1,0 +1,64 @@
+"""A model card beside an exported file: what the run records of the network, and how to load it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import yaml
+
+from dni_runtime import __version__
+from dni_runtime.files import write_atomic
+from dni_runtime.measure.figures import MetricsReader
+from dni_runtime.run.cuts import read_document
+from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.record import Record
+
+_BEGINNING = "---\nlibrary_name: dni-runtime\n"
+"""Of a card's metadata (Hugging Face Hub, "Model Cards"), by which one is known again."""
+
+_LOADING = {
+    ".safetensors": 'import dni_runtime\n\nmodel = dni_runtime.load("{}")',
+    ".pt2": 'import dni_runtime\n\nmodel = dni_runtime.load("{}", trust=True)',
+    ".onnx": 'import onnxruntime\n\nmodel = onnxruntime.InferenceSession("{}")',
+}
+_LOADING_WEIGHTS = {
+    ".safetensors": "from safetensors.torch import load_file\n\n"
+    'network.load_state_dict(load_file("{}"))',
+    ".pt": 'import torch\n\nnetwork.load_state_dict(torch.load("{}", weights_only=True))',
+}
+
+
+def write_card(record: Record, cut: int, file: Path, *, state_dict: bool = False) -> None:
+    """Write ``FILE.md`` beside an exported file, unless somebody else's file is there."""
+    path = file.with_suffix(".md")
+    if path.exists() and not path.read_text("utf-8", "replace").startswith(_BEGINNING):
+        return
+    chain, workers = record.specs()
+    epoch = read_document(record.run.checkpoint(cut, record.modules[-1])).get("epoch")
+    evaluations = MetricsReader(record).read(RunState.read(record.run)).evaluations
+    figures = next((one.figures for one in evaluations if one.epoch == epoch), {})
+    metadata = {"tags": ["pytorch", "dni-runtime"], "metrics": [*figures]}
+    data = chain.data.model_dump(include={"dataset", "batch_size", "train_limit", "validation"})
+    rows = {
+        "run": f"{record.name}, checkpoint {cut}, in epoch {epoch} of {record.epochs}",
+        "data": ", ".join(f"{name} {value}" for name, value in data.items() if value is not None),
+        "loss": ", ".join(item.loss.name for item in chain.losses or ()) or chain.loss.name,
+        "evaluation": ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        or "none of these weights",
+        "trained with": f"dni-runtime {record.versions.dni_runtime}, "
+        f"Python {record.versions.python}",
+        "exported with": f"dni-runtime {__version__}, torch {torch.__version__}",
+    }
+    for worker in workers:
+        layers = ", ".join(layer.type for layer in worker.layers)
+        trained = "" if worker.interface is None else f"; {worker.interface.name} gradients"
+        rows[f"module {worker.module}"] = f"{layers}; {worker.optimizer.name}{trained}"
+    loading = (_LOADING_WEIGHTS if state_dict else _LOADING).get(file.suffix, "")
+    lines = [
+        _BEGINNING + yaml.safe_dump(metadata, sort_keys=False) + "---",
+        f"# {record.chain}\n\n| | |\n|---|---|",
+        *(f"| {name} | {text} |" for name, text in rows.items()),
+        f"\n```python\n{loading.format(file.name)}\n```\n",
+    ]
+    write_atomic(path, "\n".join(lines), mode=0o644)
