@@ -60,6 +60,8 @@ GROUPS = {
         "restart": "dnictl.runs",
         "scale": "dnictl.runs",
         "wait": "dnictl.runs",
+        "rm": "dnictl.removal",
+        "prune": "dnictl.removal",
     },
     "Look at runs": {
         "ps": "dnictl.runs",

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
+
+from dni_runtime.errors import DataError
 
 if TYPE_CHECKING:
     from dni_runtime.api.planning import PlannedRun
     from dni_runtime.api.run import Run
     from dni_runtime.plan.prepare import CheckedChain
     from dni_runtime.plan.settings import Site, StartSettings
+    from dni_runtime.spec.profile import ProfileSpec
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 BackendChoice = Literal["auto", "process", "apptainer"]
 """Backends that a user can name."""
@@ -96,6 +102,7 @@ level_option = click.option(
     help="How much the workers log.",
 )
 _TRUST = "dnictl.trust"
+_JOB = "dnictl.job"
 
 
 def _note_trust(context: click.Context, parameter: click.Parameter, trust: bool) -> None:
@@ -103,10 +110,46 @@ def _note_trust(context: click.Context, parameter: click.Parameter, trust: bool)
         context.meta[_TRUST] = True
 
 
+def _note_setting(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    context.meta.setdefault(_JOB, {})[parameter.name] = value
+
+
+def _setting_option(name: str, help: str) -> Callable[[_Command], _Command]:
+    return click.option(
+        name, metavar="NAME" if name != "--time" else "LIMIT", expose_value=False,
+        callback=_note_setting, help=f"{help}, instead of the profile's.",
+    )  # fmt: skip
+
+
+partition_option = _setting_option("--partition", "Partition")
+
+
+def job_options(command: _Command) -> _Command:
+    """Add the options of a job that override a site profile's settings."""
+    for option in (
+        _setting_option("--qos", "Quality of service"),
+        partition_option,
+        _setting_option("--account", "Account that is charged"),
+        _setting_option("--time", "Time limit, as 4:00:00"),
+    ):
+        command = option(command)
+    return command
+
+
+def chosen_profile(name: str | None) -> ProfileSpec:
+    """Return the site profile of this name, with the settings of the command line."""
+    from dni_runtime.schedulers.slurm.profiles import load_profile, override
+
+    return override(load_profile(name), click.get_current_context().meta.get(_JOB, {}))
+
+
 trust_option = click.option(
     "--trust", is_flag=True, expose_value=False, callback=_note_trust,
     help="Also with a run of somebody else's, whose code then runs as you.",
 )  # fmt: skip
+name_option = click.option(
+    "--name", metavar="NAME", help="The run's name (default: the chain's, and the time)."
+)
 run_dir_option = click.option(
     "--run-dir",
     type=click.Path(path_type=Path, file_okay=False),
@@ -126,23 +169,38 @@ def chosen_run(name: str | None, runs: Path) -> Run:
     return Run.find(name, runs, trust=trusted())
 
 
-def chosen_chain(
-    file: Path, *, data: Path | None, carry: str | None = None, runs: Path = Path("runs")
-) -> CheckedChain:
-    """Check a chain that is to be started.
+def new_run(
+    file: Path,
+    *,
+    data: Path | None,
+    runs: Path,
+    run_dir: Path | None,
+    name: str | None = None,
+    carry: str | None = None,
+) -> tuple[CheckedChain, Path]:
+    """Check a chain that is to be started; return it, and the directory of its new run.
 
     ``data`` replaces its ``data.path``; it goes on from the newest checkpoint of the run ``carry``.
+    Other runs of the chain that are active are told of.
     """
+    from dni_runtime.plan.create import check_place, run_root
+
+    check_place(run_dir, runs, name)  # before torch is imported
+    from dni_runtime.api.run import runs_in
     from dni_runtime.plan.prepare import prepare
 
     prepared = prepare(file, data=data)
-    if carry is None:
-        return prepared
-    from dni_runtime.plan.carrying import carry_over
+    if carry is not None:
+        from dni_runtime.plan.carrying import carry_over
 
-    its = chosen_run(carry, runs)
-    its.check_trusted()
-    return carry_over(prepared, its.record, its.state())
+        its = chosen_run(carry, runs)
+        its.check_trusted()
+        prepared = carry_over(prepared, its.record, its.state())
+    with contextlib.suppress(DataError, OSError):  # of a run that is damaged
+        for run, state in runs_in(runs, chain=prepared.chain.name):
+            if state.active and run.record.own:
+                tell(f"another run of this chain is {state.phase}: dnictl stop {run.name}")
+    return prepared, run_root(prepared.chain.name, run_dir, runs, name)
 
 
 def tell(line: str) -> None:

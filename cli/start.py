@@ -18,7 +18,6 @@ from dnictl.options import (
     backend_option,
     carry_option,
     chain_argument,
-    chosen_chain,
     chosen_run,
     data_option,
     detach_option,
@@ -27,6 +26,8 @@ from dnictl.options import (
     images_option,
     json_option,
     level_option,
+    name_option,
+    new_run,
     planned_run,
     print_json,
     run_argument,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 @backend_option
 @hosts_option
 @detach_option
+@name_option
 @run_dir_option
 @runs_option
 @carry_option
@@ -62,6 +64,7 @@ def up(
     backend: BackendChoice,
     hosts: str | None,
     detach: bool,
+    name: str | None,
     run_dir: Path | None,
     runs: Path,
     carry: str | None,
@@ -84,13 +87,11 @@ def up(
       dnictl up chain.yaml -d && dnictl logs -f
       dnictl up chain.yaml --hosts a,b
     """
-    from dni_runtime.plan.create import run_root
     from dni_runtime.plan.settings import StartSettings
     from dni_runtime.schedulers.slurm.commands import own_job
     from dni_runtime.schedulers.ssh import parse_hosts
 
-    prepared = chosen_chain(chain, data=data, carry=carry, runs=runs)
-    root = run_root(prepared.chain.name, run_dir, runs)
+    prepared, root = new_run(chain, data=data, runs=runs, run_dir=run_dir, name=name, carry=carry)
     settings = StartSettings(root, backend, images, log_level=log_level)
     if hosts is not None:
         settings = replace(settings, scheduler="ssh", hosts=parse_hosts(hosts))
@@ -263,6 +264,7 @@ def run(
 @click.command()
 @chain_argument
 @backend_option
+@name_option
 @run_dir_option
 @runs_option
 @images_option
@@ -272,6 +274,7 @@ def run(
 def mpi(
     chain: Path,
     backend: BackendChoice,
+    name: str | None,
     run_dir: Path | None,
     runs: Path,
     images: Path,
@@ -289,12 +292,10 @@ def mpi(
       dnictl mpi chain.yaml > train.sh && sh train.sh
     """
     from dni_runtime.files import write_json
-    from dni_runtime.plan.create import run_root
     from dni_runtime.plan.settings import StartSettings
     from dni_runtime.schedulers.mpi import mpirun_argv, mpirun_command
 
-    prepared = chosen_chain(chain, data=data)
-    root = run_root(prepared.chain.name, run_dir, runs)
+    prepared, root = new_run(chain, data=data, runs=runs, run_dir=run_dir, name=name)
     settings = StartSettings(root, backend, images, scheduler="mpi", log_level=log_level)
     planned = planned_run(prepared, settings)
     plan = planned.plan

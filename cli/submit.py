@@ -16,12 +16,16 @@ from dnictl.options import (
     backend_option,
     carry_option,
     chain_argument,
-    chosen_chain,
+    chosen_profile,
     complete_profiles,
     data_option,
     images_option,
+    job_options,
     json_option,
     level_option,
+    name_option,
+    new_run,
+    partition_option,
     print_json,
     profile_option,
     run_dir_option,
@@ -39,9 +43,6 @@ if TYPE_CHECKING:
 nodes_option = click.option(
     "--nodes", type=click.IntRange(1, 1024), metavar="N", help="Nodes (default: the chain's)."
 )
-partition_option = click.option(
-    "--partition", metavar="NAME", help="Partition, instead of the profile's."
-)
 costs_option = click.option(
     "--costs",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -54,8 +55,7 @@ costs_option = click.option(
 @chain_argument
 @profile_option
 @nodes_option
-@click.option("--time", "time_limit", metavar="LIMIT", help="Time limit, in the format of sbatch.")
-@partition_option
+@job_options
 @costs_option
 @backend_option
 @click.option("--dependency", metavar="LIST", help="Start after other jobs, as for sbatch.")
@@ -64,6 +64,7 @@ costs_option = click.option(
 @click.option("--dry-run", is_flag=True, help="Print the batch script; submit and write nothing.")
 @click.option("--test-only", is_flag=True, help="Let Slurm check the job; submit nothing.")
 @click.option("--parsable", is_flag=True, help="Print run and job id only: RUN;JOB.")
+@name_option
 @run_dir_option
 @runs_option
 @carry_option
@@ -76,8 +77,6 @@ def submit(
     chain: Path,
     profile: str | None,
     nodes: int | None,
-    time_limit: str | None,
-    partition: str | None,
     costs: Path | None,
     backend: BackendChoice,
     dependency: str | None,
@@ -85,6 +84,7 @@ def submit(
     dry_run: bool,
     test_only: bool,
     parsable: bool,
+    name: str | None,
     run_dir: Path | None,
     runs: Path,
     carry: str | None,
@@ -105,18 +105,14 @@ def submit(
     """
     if parsable and as_json:
         raise UsageError("--parsable and --json exclude each other", hint="give one of them")
-    from dni_runtime.plan.create import run_root
     from dni_runtime.plan.settings import StartSettings
-    from dni_runtime.schedulers.slurm.profiles import load_profile
     from dni_runtime.schedulers.slurm.submit import job_record, placement_rows, submit_run
 
-    prepared = chosen_chain(chain, data=data, carry=carry, runs=runs)
-    site_profile = load_profile(profile)
-    root = run_root(prepared.chain.name, run_dir, runs)
-    request = _request(
-        root, prepared, site_profile, nodes=nodes, time_limit=time_limit, partition=partition,
-        costs=costs, strict=not dry_run,
-    )  # fmt: skip
+    site_profile = chosen_profile(profile)
+    prepared, root = new_run(chain, data=data, runs=runs, run_dir=run_dir, name=name, carry=carry)
+    request = job_request(
+        root, prepared, site_profile, nodes=nodes, costs=costs, strict=not dry_run
+    )
     job = job_record(request, profile, log_level)
     settings = StartSettings(root, backend, images, scheduler="slurm", job=job)
     site = site_for(prepared, settings)
@@ -165,7 +161,6 @@ def plan(
     chain: Path,
     profile: str | None,
     nodes: int | None,
-    partition: str | None,
     costs: Path | None,
     data: Path | None,
     as_json: bool,
@@ -178,14 +173,13 @@ def plan(
       dnictl bench module --json > costs.json && dnictl plan --nodes 2 --costs costs.json
     """
     from dni_runtime.plan.prepare import prepare
-    from dni_runtime.schedulers.slurm.profiles import load_profile
     from dni_runtime.schedulers.slurm.submit import placement_rows
 
+    site_profile = chosen_profile(profile)
     prepared = prepare(chain, data=data)
-    request = _request(
-        Path("RUN").absolute(), prepared, load_profile(profile), nodes=nodes, partition=partition,
-        costs=costs, strict=False,
-    )  # fmt: skip
+    request = job_request(
+        Path("RUN").absolute(), prepared, site_profile, nodes=nodes, costs=costs, strict=False
+    )
     rows = placement_rows(request, prepared)
     if as_json:
         print_json(rows)
@@ -235,17 +229,16 @@ def show_profile(name: str) -> None:
     click.echo(profile_files()[name].read_text(encoding="utf-8"), nl=False)
 
 
-def _request(
+def job_request(
     root: Path,
     prepared: CheckedChain,
     site_profile: ProfileSpec,
     *,
     nodes: int | None,
-    partition: str | None,
     costs: Path | None,
-    time_limit: str | None = None,
     strict: bool,
 ) -> JobRequest:
+    """Plan a job; ``strict`` refuses one where Slurm does not say what its nodes have."""
     from dni_runtime.plan.prepare import importing_from
     from dni_runtime.resolve.cost import estimated_costs
     from dni_runtime.schedulers.slurm.commands import NodeShape, node_shapes
@@ -253,7 +246,7 @@ def _request(
 
     shapes: list[NodeShape] | None = None
     try:
-        shapes = node_shapes(partition or site_profile.partition)
+        shapes = node_shapes(site_profile.partition)
     except UnavailableError as error:
         if strict:
             raise
@@ -265,8 +258,8 @@ def _request(
             module_costs = estimated_costs(prepared.workers)
     return make_request(
         root, prepared, site_profile, python=sys.executable,
-        python_path=os.environ.get("PYTHONPATH", ""), nodes=nodes, time_limit=time_limit,
-        partition=partition, costs=module_costs, shapes=shapes,
+        python_path=os.environ.get("PYTHONPATH", ""), nodes=nodes, costs=module_costs,
+        shapes=shapes,
     )  # fmt: skip
 
 

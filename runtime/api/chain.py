@@ -15,7 +15,7 @@ from dni_runtime.api.planning import plan_run
 from dni_runtime.api.run import Run
 from dni_runtime.errors import UsageError
 from dni_runtime.files import write_atomic
-from dni_runtime.plan.create import run_root
+from dni_runtime.plan.create import check_place, run_root
 from dni_runtime.plan.prepare import prepare, prepare_again
 from dni_runtime.plan.settings import StartSettings
 from dni_runtime.split.balance import Balance
@@ -225,6 +225,7 @@ class Chain:
         backend: Literal["auto", "process", "apptainer"] = "auto",
         images: Path | str = "images",
         runs: Path | str = "runs",
+        name: str | None = None,
         run_dir: Path | str | None = None,
         carry: Run | None = None,
         log_level: str = "info",
@@ -240,6 +241,7 @@ class Chain:
                 where Apptainer and the images are there.
             images: Folder of the module images.
             runs: Folder in which the run gets a directory.
+            name: The run's name; by default that of the chain, and the time.
             run_dir: That directory itself.
             carry: A run of the same layers, with other settings or cuts: go on from its newest
                 checkpoint. If it has finished, ``epochs`` or the chain's are more than it had.
@@ -260,7 +262,9 @@ class Chain:
 
             carry.check_trusted()
             prepared = carry_over(prepared, carry.record, carry.state())
-        root = run_root(prepared.chain.name, None if run_dir is None else Path(run_dir), Path(runs))
+        place = (None if run_dir is None else Path(run_dir), Path(runs), name)
+        check_place(*place)
+        root = run_root(prepared.chain.name, *place)
         settings = StartSettings(root, backend, Path(images), log_level=log_level)
         planned = plan_run(prepared, settings)
         for notice in planned.site.notices:

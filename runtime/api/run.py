@@ -557,7 +557,13 @@ class Run(Checkpointed):
         return Launch.of(self.directory, plan, lease)
 
 
-def runs_in(folder: Path | str) -> list[tuple[Run, RunState]]:
-    """The runs in a folder, oldest first, with their states; a scheduler is asked once for all."""
-    runs = [Run(record) for record in list_runs(Path(folder))]
+def runs_in(folder: Path | str, chain: str | None = None) -> list[tuple[Run, RunState]]:
+    """The runs in a folder, oldest first, with their states; a scheduler is asked once for all.
+
+    Args:
+        folder: The folder.
+        chain: Only the runs of the chain of this name.
+    """
+    records = list_runs(Path(folder))
+    runs = [Run(record) for record in records if chain in (None, record.chain)]
     return list(zip(runs, read_states([run.directory for run in runs]), strict=True))

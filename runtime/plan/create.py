@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import getpass
+import os
 import platform
+import re
 import secrets
 import shutil
 import socket
@@ -22,15 +24,43 @@ from dni_runtime.run.rundir import RunDir
 WORKER_BYTES = 64 << 10
 """Room that a start needs for each worker's small files; checkpoints need more."""
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
 
 def new_run_id(chain: str) -> str:
     """Return a unique run name: chain, local time and a random suffix."""
     return f"{chain}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def run_root(chain: str, run_dir: Path | None, runs: Path) -> Path:
+def run_root(chain: str, run_dir: Path | None, runs: Path, name: str | None = None) -> Path:
     """Return the directory of a new run: the given one, or one with a unique name in a folder."""
-    return (run_dir or runs / new_run_id(chain)).absolute()
+    return (run_dir or runs / (name or new_run_id(chain))).absolute()
+
+
+def check_place(run_dir: Path | None, runs: Path, name: str | None = None) -> None:
+    """Refuse a directory of a new run that is of no use, before anything takes time."""
+    if name is not None and run_dir is not None:
+        raise UsageError("--name and --run-dir exclude each other", hint="give one of them")
+    if name is not None and not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} is not a run's name", hint="use at most 100 letters, digits, '.', '_', '-'"
+        )
+    folder = run_dir or (runs if name is None else runs / name)
+    if (folder / "run.json").exists():
+        raise _taken(folder)
+    above = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        raise UsageError(
+            f"the run directory {str(folder)!r} cannot be created: {str(above)!r} is not writable",
+            hint="choose another with --run-dir or --runs",
+        )
+
+
+def _taken(root: Path) -> UsageError:
+    return UsageError(
+        f"{str(root)!r} already holds a run",
+        hint=f"resume it with 'dnictl resume {root}', or use another --name or --run-dir",
+    )
 
 
 def create_run(
@@ -45,10 +75,7 @@ def create_run(
     """Write all that workers, supervisor and later commands need into a new run directory."""
     run = RunDir(root.absolute())
     if run.record.exists():
-        raise UsageError(
-            f"{str(root)!r} already holds a run",
-            hint=f"resume it with 'dnictl resume {root}', or use another --run-dir",
-        )
+        raise _taken(root)
     try:
         run.root.parent.mkdir(parents=True, exist_ok=True)
         need_room(run.root.parent, WORKER_BYTES * len(prepared.replicas))

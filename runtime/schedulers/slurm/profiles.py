@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dni_runtime.errors import SpecError, UsageError
-from dni_runtime.spec.load import explained, parse_yaml, suggestion
+from dni_runtime.spec.load import explain_details, explained, parse_yaml, suggestion
 from dni_runtime.spec.profile import ProfileSpec
 
 
@@ -45,6 +45,16 @@ def load_profile(name: str | None) -> ProfileSpec:
         return parse_profile(path.read_text(encoding="utf-8"), file=str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"the profile cannot be read: {error}", file=str(path)) from None
+
+
+def override(profile: ProfileSpec, settings: Mapping[str, str | None]) -> ProfileSpec:
+    """Return a profile with the settings that are given on the command line."""
+    given = {key: value for key, value in settings.items() if value is not None}
+    try:
+        return ProfileSpec.model_validate(profile.model_dump() | given)
+    except ValidationError as error:
+        location, message, hint = explain_details(error, ProfileSpec)
+        raise UsageError(f"--{location[0]}: {message}", hint=hint) from None
 
 
 def parse_profile(text: str, *, file: str) -> ProfileSpec:

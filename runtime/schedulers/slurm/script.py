@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -36,8 +37,6 @@ class JobRequest:
     profile: ProfileSpec = field(default_factory=ProfileSpec)
     python: str = "python3"  # the one with dnictl on the nodes
     python_path: str = ""  # its ``PYTHONPATH``, or empty
-    time: str | None = None  # limit; None: the profile's
-    partition: str | None = None  # None: the profile's
 
     @property
     def count(self) -> int:
@@ -72,13 +71,13 @@ def directives(request: JobRequest) -> list[str]:
             hint="choose one without quotes, backslashes and line breaks: --runs or --run-dir",
         )
     options = {
-        "job-name": f"dni-{request.chain}",
+        "job-name": re.sub(r"[^\w.-]", "_", request.run.name),
         "account": profile.account,
-        "partition": request.partition or profile.partition,
+        "partition": profile.partition,
         "qos": profile.qos,
         "constraint": profile.constraint,
         "reservation": profile.reservation,
-        "time": request.time or profile.time,
+        "time": profile.time,
         "nodes": str(request.count),
         "ntasks-per-node": "1",
         "cpus-per-task": str(request.largest("cpus")),

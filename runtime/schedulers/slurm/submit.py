@@ -63,7 +63,7 @@ def check_room(request: JobRequest, shapes: Sequence[NodeShape]) -> None:
         and shape.gpus >= asked["gpus"]
     )
     if fitting < request.count:
-        partition = request.partition or request.profile.partition or "(default)"
+        partition = request.profile.partition or "(default)"
         there = "; ".join(
             f"{s.count} with {s.cpus} CPUs, {s.memory_mib} MiB, {s.gpus} GPUs" for s in shapes
         )
@@ -94,8 +94,6 @@ def make_request(
     python: str,  # the one with dnictl on the nodes
     python_path: str = "",
     nodes: int | None = None,  # None: as in the chain's placement
-    time_limit: str | None = None,  # None: the profile's
-    partition: str | None = None,  # None: the profile's
     costs: Mapping[str, float] | None = None,  # of each module, for ``auto``; None: all equal
     shapes: Sequence[NodeShape] | None = None,  # the partition's nodes; None: unknown
 ) -> JobRequest:
@@ -114,8 +112,6 @@ def make_request(
         profile=profile,
         python=profile.python or python,
         python_path=python_path,
-        time=time_limit,
-        partition=partition,
     )
     if shapes is not None:
         check_room(request, shapes)

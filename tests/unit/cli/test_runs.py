@@ -406,3 +406,15 @@ def test_names_of_folders_are_no_markup(dnictl: Dnictl, record: Record, folder: 
     result = dnictl("status", "--runs", "x[/red][bold]")
     assert (result.code, result.err) == (0, "")
     assert "x[/red][bold]" in result.out
+
+
+def test_a_new_run_has_the_name_that_is_given(dnictl: Dnictl, record: Record, folder: Path) -> None:
+    ended(record, "finished", 0)
+    command = ("up", "--backend", "process", "--dry-run", "--json")
+    named = dnictl(*command, "--name", "first.2")
+    assert (Path(named.json["run"]).name, named.err) == ("first.2", "")
+    taken = dnictl(*command, "--name", "small-1")
+    assert taken.code == 64
+    assert "already holds a run" in taken.err
+    ended(record, "running", 0, pid=os.getpid(), ended=None)
+    assert dnictl(*command).err == "another run of this chain is running: dnictl stop small-1\n"

@@ -56,10 +56,20 @@ def test_plan_shows_where_modules_go(dnictl: Dnictl, folder: Path) -> None:
     assert "the nodes are not known here" in result.err
 
 
-def test_the_command_lines_partition_is_taken(dnictl: Dnictl, folder: Path) -> None:
+def test_settings_of_the_command_line_override_the_profiles(dnictl: Dnictl, folder: Path) -> None:
     write(folder)
-    script = dnictl("submit", "--dry-run", "--backend", "process", "--partition", "p").out
-    assert script.count("--partition=p") == 1
+    profiles = folder / "config" / "dnictl" / "profiles"
+    profiles.mkdir(parents=True)
+    (profiles / "site.yaml").write_text("{partition: q, account: a, time: '10', qos: low}")
+    command = ("submit", "--dry-run", "--backend", "process", "--profile", "site", "--name", "one")
+    given = ("--partition", "p", "--account", "b", "--time", "1-0")
+    lines = dnictl(*command, *given).out.splitlines()
+    assert [line.removeprefix("#SBATCH --") for line in lines[1:6]] == [
+        "job-name=one", "account=b", "partition=p", "qos=low", "time=1-0",
+    ]  # fmt: skip
+    result = dnictl(*command, "--time", "4 hours")
+    assert result.code == 64
+    assert "--time: '4 hours' is not a time limit of Slurm's, as 4:00:00" in result.err
 
 
 def test_measured_costs_count(dnictl: Dnictl, folder: Path) -> None:

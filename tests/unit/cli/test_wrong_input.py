@@ -105,6 +105,14 @@ WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
         None, ("up", "nothing.yaml"), 78, ["there is no file 'nothing.yaml'", "dnictl init"],
     ),
     "a host twice": (None, (*UP, "--hosts", "a,a"), 64, ["'a'"]),
+    "a name and a directory": (
+        None, ("up", "--name", "a", "--run-dir", "b"), 64, ["exclude each other"],
+    ),
+    "a name that is a path": (None, ("up", "--name", "../a"), 64, ["'../a' is not a run's name"]),
+    "a folder that cannot be made": (
+        ("epochs: 2", "epoch: 2"), ("up", "--runs", "chain.yaml/runs"), 64,
+        ["'chain.yaml/runs' cannot be created", "chain.yaml' is not writable"],
+    ),
     "no such module": (
         None, ("run", "tip", "--run-dir", "r"), 64, ["no module 'tip'", "modules: bottom, top"],
     ),

@@ -1,0 +1,94 @@
+"""Commands that remove runs: ``rm``, ``prune``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dni_runtime.errors import UsageError
+from dnictl.options import complete_runs, json_option, print_json, runs_option, tell
+from dnictl.show import megabytes
+
+if TYPE_CHECKING:
+    from dni_runtime.run.record import Record
+
+yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs)
+@runs_option
+@yes_option
+@json_option
+def rm(names: tuple[str, ...], runs: Path, yes: bool, as_json: bool) -> None:
+    """Remove runs with all that is in their directories.
+
+    Only your own ones that are not active. Take a model home before: dnictl export.
+
+    \b
+    Example:
+      dnictl rm digits-20250101-120000
+    """
+    from dni_runtime.run.record import find_run
+
+    records = {record.run.root: record for record in (find_run(name, runs) for name in names)}
+    _remove(list(records.values()), yes=yes, as_json=as_json)
+
+
+@click.command()
+@runs_option
+@click.option("--keep", type=click.IntRange(0), required=True, metavar="N",
+              help="How many of them stay, the newest.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Say what would be removed; remove nothing.")
+@yes_option
+@json_option
+def prune(runs: Path, keep: int, dry_run: bool, yes: bool, as_json: bool) -> None:
+    """Remove old runs of yours that have finished or are lost.
+
+    Runs that can go on (stopped, failed) stay, and those of others.
+
+    \b
+    Example:
+      dnictl prune --keep 10 --dry-run
+    """
+    from dni_runtime.api.run import runs_in
+
+    over = [
+        run.record
+        for run, state in runs_in(runs)
+        if state.phase in ("finished", "lost")
+        and run.record.own
+        and not run.record.run.root.is_symlink()
+    ]
+    _remove(over[: len(over) - keep], yes=yes, dry_run=dry_run, as_json=as_json)
+
+
+def _remove(
+    records: Sequence[Record], *, yes: bool, dry_run: bool = False, as_json: bool = False
+) -> None:
+    from dni_runtime.schedulers.schedulers import read_state
+    from dni_runtime.supervise.removal import bytes_in, check_removable, remove_run
+
+    for record in records:  # before the first one is removed
+        check_removable(record, read_state(record.run))
+    sizes = {record.name: bytes_in([record.run.root]) for record in records}
+    names, total = ", ".join(sizes), megabytes(sum(sizes.values()), 1)
+    if records and not (yes or dry_run):
+        if not sys.stdin.isatty():
+            raise UsageError(f"{names}: {total} would be removed", hint="--yes removes them")
+        click.confirm(f"remove {names} ({total})?", abort=True, err=True)
+    if not dry_run:
+        for record in records:
+            remove_run(record)
+    if as_json:
+        print_json({"runs": list(sizes), "bytes": sum(sizes.values()), "removed": not dry_run})
+    elif not records:
+        tell("no such runs")
+    else:
+        for name in sizes:
+            click.echo(name)
+        tell(f"{'would remove' if dry_run else 'removed'} {total}")

@@ -1,0 +1,130 @@
+"""``rm`` and ``prune``: which runs they remove, and what they never touch."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.plan.create import create_run
+from dni_runtime.plan.prepare import prepare
+from dni_runtime.run.documents.records import JobRecord
+from dni_runtime.run.record import Record
+from dni_runtime.run.rundir import ENTRIES, RunDir
+from tests.unit.cli.conftest import Dnictl, WriteChain, ended
+
+Make = Callable[[str, str], Record]
+
+
+@pytest.fixture
+def make(write_chain: WriteChain, folder: Path) -> Make:
+    """Create a run of this name that has ended in this way."""
+    prepared = prepare(write_chain())
+
+    def run(name: str, phase: str) -> Record:
+        root = folder / "runs" / name
+        create_run(root, prepared, backend="process")
+        record = Record.read(root)
+        ended(record, phase, 0)
+        (root / "checkpoints" / "000000000012").mkdir()
+        (root / "checkpoints" / "000000000012" / "top.safetensors").write_bytes(b"x" * 5_000_000)
+        return record
+
+    return run
+
+
+def test_runs_are_removed_with_all_that_is_theirs(dnictl: Dnictl, make: Make, folder: Path) -> None:
+    outside = folder / "mine"
+    outside.mkdir()
+    (outside / "notes").write_text("kept")
+    for name in ("a-1", "a-2", "b-1"):
+        root = make(name, "finished").run.root
+        (root / "metrics" / "away").symlink_to(outside)
+        (root / "tensorboard").symlink_to(outside)
+    result = dnictl("rm", "a-1", "b", "--yes")
+    assert (result.code, result.out) == (0, "a-1\nb-1\n")
+    assert "removed 10." in result.err
+    assert [entry.name for entry in (folder / "runs").iterdir()] == ["a-2"]
+    assert (outside / "notes").read_text() == "kept"
+
+
+def test_nothing_is_removed_unless_all_can_be(
+    dnictl: Dnictl, make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("a-1", "finished")
+    record = make("a-2", "finished")
+    assert dnictl("rm", "a").code == 64  # two runs
+    result = dnictl("rm", "a-1", "a-2")  # nobody can be asked
+    assert result.code == 64
+    assert "a-1, a-2: 10." in result.err
+
+    def refused(*words: str) -> None:
+        result = dnictl("rm", "a-1", "a-2", "--yes")
+        assert result.code in (64, 69)
+        assert (folder / "runs" / "a-1" / "run.json").exists()
+        for word in words:
+            assert word in result.err
+
+    ended(record, "running", 0, pid=os.getpid())
+    refused("'a-2' is running", "dnictl stop a-2")
+    ended(record, "stopped", 75)
+    JobRecord(job="7", nodes=(0, 0)).write(record.run.job)
+    monkeypatch.setenv("PATH", str(folder))
+    refused("squeue")  # it cannot be known whether the job is over
+    record.run.job.unlink()
+    (record.run.root / "notes.txt").write_text("mine")
+    refused("holds 'notes.txt', which is no run's")
+    (record.run.root / "notes.txt").unlink()
+    record.run.root.rename(folder / "elsewhere")
+    record.run.root.symlink_to(folder / "elsewhere")
+    refused("is a link", "elsewhere")
+
+
+def test_what_belongs_to_others_stays(
+    dnictl: Dnictl, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make("a-1", "finished").run.root
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    result = dnictl("rm", "a-1", "--yes")
+    assert result.code == 64
+    assert "belongs to somebody else" in result.err
+    assert dnictl("prune", "--keep", "0", "--yes").err == "no such runs\n"
+    assert (root / "run.json").exists()
+
+
+def test_the_folder_of_a_chain_file_is_not_removed(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path
+) -> None:
+    create_run(folder, prepare(write_chain()), backend="process")
+    ended(Record.read(folder), "finished", 0)
+    result = dnictl("rm", folder, "--yes")
+    assert "holds 'chain.yaml', which is no run's" in result.err
+    assert (folder / "chain.yaml").exists()
+
+
+def test_prune_keeps_the_newest_and_all_that_can_go_on(
+    dnictl: Dnictl, make: Make, folder: Path
+) -> None:
+    phases = ["finished", "lost", "stopped", "failed", "finished", "finished"]
+    for number, phase in enumerate(phases):
+        make(f"r-{number}", phase)
+        time.sleep(0.01)  # they are ordered by their creation
+    dry = dnictl("prune", "--keep", "1", "--dry-run", "--json").json
+    assert dry["runs"] == ["r-0", "r-1", "r-4"]
+    assert dry["bytes"] > 15_000_000
+    assert not dry["removed"]
+    assert len(list((folder / "runs").iterdir())) == 6
+    assert dnictl("prune", "--keep", "1", "--yes").out == "r-0\nr-1\nr-4\n"
+    left = sorted(entry.name for entry in (folder / "runs").iterdir())
+    assert left == ["r-2", "r-3", "r-5"]
+
+
+def test_a_run_directory_holds_what_is_known_of_it() -> None:
+    run = RunDir(Path("/run"))
+    paths = [getattr(run, name) for name, one in vars(RunDir).items() if isinstance(one, property)]
+    paths += [run.initial("m"), run.spec("m"), run.log("m", 1), run.checkpoint(1, "m")]
+    roots = [one.root if isinstance(one, RunDir) else one for one in paths if one != []]
+    assert {path.relative_to("/run").parts[0] for path in roots} <= ENTRIES
