@@ -48,6 +48,7 @@ GROUPS = {
     "Train": {
         "up": "dnictl.start",
         "submit": "dnictl.submit",
+        "sweep": "dnictl.sweep",
         "plan": "dnictl.submit",
         "profile": "dnictl.submit",
         "mpi": "dnictl.start",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -31,6 +33,7 @@ from dnictl.show import (
     print_table,
     printable,
     quantity,
+    short_names,
     state,
 )
 
@@ -40,26 +43,37 @@ if TYPE_CHECKING:
     from dni_runtime.run.documents.state import RunState
     from dni_runtime.supervise.start import Launch
 
+_MOST_SETTINGS = 8  # columns of a table
+
 WAIT_TIMEOUT = 124
 """Exit code of a wait that ran out of time, as in timeout(1)."""
 
 
 @click.command()
 @runs_option
+@click.option("--settings", "with_settings", is_flag=True,
+              help="Show settings that are not the same in all runs of a chain.")  # fmt: skip
 @json_option
-def ps(runs: Path, as_json: bool) -> None:
+def ps(runs: Path, with_settings: bool, as_json: bool) -> None:
     """List the runs, oldest first.
 
     \b
     Example:
+      dnictl ps --settings
       dnictl ps --json | jq -r '.[-1].run'
     """
     from dni_runtime.api.run import runs_in
     from dni_runtime.measure.figures import MetricsReader
 
-    rows = [MetricsReader(run.record, evaluations=1).read(its) for run, its in runs_in(runs)]
+    listed = runs_in(runs)
+    rows = [MetricsReader(run.record, evaluations=1).read(its) for run, its in listed]
+    settings = _settings([run for run, _ in listed]) if with_settings else {}
     if as_json:
-        print_json([row.model_dump(exclude={"modules", "evaluations"}) for row in rows])
+        print_json([
+            row.model_dump(exclude={"modules", "evaluations"})
+            | ({"settings": settings[row.path]} if with_settings else {})
+            for row in rows
+        ])  # fmt: skip
         return
     if not rows:
         tell(f"no runs in {str(runs)!r}")
@@ -68,6 +82,7 @@ def ps(runs: Path, as_json: bool) -> None:
     columns: list[Column[RunFigures]] = [
         Column("run"),
         Column("state", text=state),
+        *_setting_columns(settings),
         quantity("epoch", lambda row: f"{row.epoch or 0}/{row.epochs}"),
         quantity("accuracy", text=percent),
         quantity("age", lambda row: now - row.created, duration),
@@ -77,6 +92,34 @@ def ps(runs: Path, as_json: bool) -> None:
     for row in rows:
         if row.state == "stalled":
             tell(printable(f"{row.run}: {row.error}"))
+
+
+def _settings(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Return the settings in which runs of one chain differ, by their directories."""
+    from dni_runtime.files import peek_json
+    from dni_runtime.spec.settings import differing
+
+    found = {}
+    for chain in {run.record.chain for run in runs}:
+        alike = [run for run in runs if run.record.chain == chain]
+        documents = [peek_json(run.directory.chain) for run in alike]
+        for run, settings in zip(alike, differing(documents), strict=True):
+            found[str(run.directory.root)] = settings
+    return found
+
+
+def _setting_columns(settings: Mapping[str, Mapping[str, Any]]) -> list[Column[RunFigures]]:
+    paths = list(dict.fromkeys(path for one in settings.values() for path in one))
+    if len(paths) > _MOST_SETTINGS:
+        tell(f"{len(paths) - _MOST_SETTINGS} more settings differ: see --json")
+    return [
+        quantity(path, partial(_setting, settings, path), title=title)
+        for path, title in zip(paths, short_names(paths), strict=True)
+    ][:_MOST_SETTINGS]
+
+
+def _setting(settings: Mapping[str, Mapping[str, Any]], path: str, row: RunFigures) -> Any:
+    return settings[row.path].get(path)
 
 
 @click.command()

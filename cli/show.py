@@ -134,6 +134,12 @@ def state(word: str) -> RenderableType:
     return Text(printable(word), style=STYLES.get(word, ""))
 
 
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the last words of settings' paths, and whole paths where those are the same."""
+    last = [path.rpartition(".")[2] for path in paths]
+    return [path if last.count(word) > 1 else word for path, word in zip(paths, last, strict=True)]
+
+
 def number(value: float | None) -> str:
     """Return a figure, or a dash."""
     if value is None:

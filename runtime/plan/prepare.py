@@ -169,13 +169,27 @@ def _imported(base: Path) -> dict[str, Path]:
 
 
 def prepare_again(prepared: CheckedChain, written: ChainSpec) -> CheckedChain:
-    """Check another version of a chain, with the same data."""
+    """Check another version of a chain; nothing is tried."""
+    from dni_runtime.plan.initial import find_initial
     from dni_runtime.resolve.resolve import resolved_chain, worker_specs
 
-    with naming_file(prepared.path), importing_from(prepared.base.absolute()):
-        workers = worker_specs(written, prepared.info)
-        chain = resolved_chain(written, prepared.info)
-        return replace(prepared, written=written, chain=chain, workers=workers)
+    base, info, location = prepared.base.absolute(), prepared.info, prepared.data
+    with naming_file(prepared.path), importing_from(base):
+        sources = prepared.sources | source_files(written, base)
+        if written.data != prepared.written.data:
+            with _naming_data(prepared.path):
+                info, location = _find_data(written, base)
+        workers = worker_specs(written, info)
+        return replace(
+            prepared,
+            written=written,
+            chain=resolved_chain(written, info),
+            info=info,
+            data=location,
+            workers=workers,
+            sources=sources,
+            initial=find_initial(written, workers, base),
+        )
 
 
 def _find_data(chain: ChainSpec, base: Path) -> tuple[DataInfo, Path | None]:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dni_runtime.files import read_json, write_json
+from dni_runtime.files import append_line, read_json, write_json
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.prepare import prepare
 from dni_runtime.run.documents.records import JobRecord
@@ -148,3 +148,35 @@ def test_dry_runs_print_json_where_asked(
     assert [(one["module"], one["node"]) for one in document["workers"]] == [
         ("bottom", "n1"), ("top", "n2"),
     ]  # fmt: skip
+
+
+def test_a_sweep_of_jobs(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path, program: Program
+) -> None:
+    """One job each, whose names and settings are the runs'; the same command waits for them."""
+    write_chain()
+    program("sinfo", "echo 'batch*|1|64|64000|(null)'")
+    program("sbatch", 'for last; do :; done; echo "$last" >>submitted; wc -l <submitted')
+    program("squeue", "")
+    program("sacct", "")
+    command = ("sweep", "lr=1e-3,3e-3", "epochs=1..3", "--name", "s", "--submit", "--time", "10")
+    result = dnictl(*command, "--backend", "process", "--qos", "low")
+    assert result.code == 0, result.err
+    assert result.err.splitlines()[-1].endswith("--name s --wait")
+    scripts = [Path(line) for line in (folder / "submitted").read_text().splitlines()]
+    assert [script.parent.name for script in scripts][1::2] == [
+        "s-2-lr0.001-epochs2", "s-4-lr0.003-epochs1", "s-6-lr0.003-epochs3",
+    ]  # fmt: skip
+    assert scripts[0].read_text().splitlines()[1:4] == [
+        "#SBATCH --job-name=s-1-lr0.001-epochs1", "#SBATCH --qos=low", "#SBATCH --time=10",
+    ]  # fmt: skip
+    for number, script in enumerate(scripts):
+        its = Record.read(script.parent)
+        assert its.specs()[0].epochs == number % 3 + 1
+        ended(its, "finished", 0)
+        line = {"kind": "eval", "epoch": 1, "time": 1.0, "loss": 1.0, "accuracy": number / 10}
+        append_line(its.run.metrics("top"), line)
+    found = dnictl(*command, "--wait", "--json").json
+    assert len((folder / "submitted").read_text().splitlines()) == 6
+    assert [run["value"] for run in found["runs"]] == [0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
+    assert found["runs"][0]["run"] == "s-6-lr0.003-epochs3"

@@ -105,6 +105,20 @@ WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
         None, ("up", "nothing.yaml"), 78, ["there is no file 'nothing.yaml'", "dnictl init"],
     ),
     "a host twice": (None, (*UP, "--hosts", "a,a"), 64, ["'a'"]),
+    "a sweep of nothing": (None, ("sweep", "chain.yaml"), 64, ["no setting is named", "lr=1e-3"]),
+    "a sweep of two chains": (None, ("sweep", "chain.yaml", "b.yaml"), 64, ["'b.yaml' is not"]),
+    "a sweep of an unknown setting": (
+        None, ("sweep", "chain.yaml", "sed=1"), 64, ["no setting 'sed'", "did you mean 'seed'?"],
+    ),
+    "a sweep with a value that cannot be": (
+        None, ("sweep", "lr=1e-3,fast"), 64, ["lr=fast: defaults.optimizer.Adam.lr", "not 'fast'"],
+    ),
+    "a sweep over a setting twice": (
+        None, ("sweep", "lr=1", "Adam.lr=2"), 64, ["defaults.optimizer.Adam.lr", "twice"],
+    ),
+    "a sweep that is too large": (
+        None, ("sweep", "seed=0..999999999999"), 64, ["1000000000000 runs", "at most 1000"],
+    ),
     "a name and a directory": (
         None, ("up", "--name", "a", "--run-dir", "b"), 64, ["exclude each other"],
     ),

@@ -1,0 +1,239 @@
+"""``dnictl sweep``: runs of one chain that differ in settings, here or as jobs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dni_runtime.errors import StoppedError, UsageError, WorkerError
+from dnictl.options import (
+    BackendChoice,
+    backend_option,
+    chosen_profile,
+    data_option,
+    images_option,
+    job_options,
+    json_option,
+    level_option,
+    name_option,
+    planned_run,
+    print_json,
+    profile_option,
+    runs_option,
+    site_for,
+    tell,
+)
+from dnictl.show import Column, decimals, print_table, quantity, short_names, state
+
+if TYPE_CHECKING:
+    from dni_runtime.api.run import Run
+    from dni_runtime.measure.compare import Compared
+    from dni_runtime.measure.sweep import Outcome, Variant
+
+_POLL_S, _JOB_POLL_S = 1.0, 10.0
+
+
+@click.command()
+@click.argument("settings", nargs=-1, required=True, metavar="[CHAIN] NAME=VALUES...")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, metavar="N",
+              help="Runs at once on this host.")  # fmt: skip
+@click.option("--submit", "by_slurm", is_flag=True, help="Submit each run as a Slurm job instead.")
+@click.option("--wait", "wait_for_it", is_flag=True,
+              help="Wait for the jobs, and print the table.")  # fmt: skip
+@profile_option
+@job_options
+@backend_option
+@name_option
+@runs_option
+@images_option
+@data_option
+@level_option
+@json_option
+def sweep(
+    settings: tuple[str, ...],
+    jobs: int,
+    by_slurm: bool,
+    wait_for_it: bool,
+    profile: str | None,
+    backend: BackendChoice,
+    name: str | None,
+    runs: Path,
+    images: Path,
+    data: Path | None,
+    log_level: str,
+    as_json: bool,
+) -> None:
+    """Train a chain with each combination of some settings.
+
+    VALUES are listed with commas, or a range of numbers. NAME is a setting's path in the chain file
+    (defaults.optimizer.Adam.lr) or enough of its words to mean one (lr). All runs are checked
+    before the first one starts. Called again with the same --name, it goes on: runs that have
+    finished stay, others are resumed.
+
+    \b
+    Example:
+      dnictl sweep chain.yaml lr=1e-3,3e-3 seed=0..2
+      dnictl sweep lr=1e-3,3e-3 seed=0..2 --name rates --submit --time 1:00:00 --wait
+    """
+    from dni_runtime.measure.sweep import best_first, compared_metric, read_outcome, read_variants
+    from dni_runtime.plan.create import check_place, new_run_id
+    from dni_runtime.plan.prepare import prepare
+    from dni_runtime.plan.settings import StartSettings
+    from dni_runtime.schedulers.schedulers import read_states
+
+    chain, texts = Path("chain.yaml"), settings
+    if "=" not in settings[0]:
+        chain, texts = Path(settings[0]), settings[1:]
+    wrong = [text for text in texts if "=" not in text]
+    if wrong or not texts:
+        raise UsageError(
+            f"{wrong[0]!r} is not NAME=VALUES" if wrong else "no setting is named",
+            hint="for example: dnictl sweep chain.yaml lr=1e-3,3e-3 seed=0..2",
+        )
+    check_place(None, runs, name)
+    site_profile = chosen_profile(profile)
+    prepared = prepare(chain, data=data)
+    name = name or new_run_id(prepared.chain.name)
+    variants, metric = read_variants(prepared, texts, name), compared_metric(prepared.chain)
+
+    def start(variant: Variant) -> Run:
+        from dni_runtime.api.run import Run
+
+        root = (runs / variant.run).absolute()
+        start_settings = StartSettings(root, backend, images, log_level=log_level)
+        if not by_slurm:
+            planned_run(variant.prepared, start_settings).launch().detach()
+            return Run.open(root)
+        from dni_runtime.schedulers.slurm.submit import job_record, submit_run
+        from dnictl.submit import job_request
+
+        request = job_request(
+            root, variant.prepared, site_profile, nodes=None, costs=None, strict=True
+        )
+        job = job_record(request, profile, log_level)
+        job_settings = StartSettings(root, backend, images, scheduler="slurm", job=job)
+        record, number = submit_run(
+            request, variant.prepared, site_for(prepared, job_settings), job
+        )
+        tell(f"{variant.run}: job {number}")
+        return Run(record)
+
+    waits = wait_for_it or not by_slurm
+    trained = _train(
+        variants, partial(_go_on, runs, start), at_once=len(variants) if by_slurm else jobs,
+        poll_s=_JOB_POLL_S if by_slurm else _POLL_S, waits=waits, name=name,
+    )  # fmt: skip
+    states = read_states([run.directory for _, run in trained])
+    found = [
+        read_outcome(variant, run.record, its, metric)
+        for (variant, run), its in zip(trained, states, strict=True)
+    ]
+    outcomes = best_first(found, metric)
+    if as_json:
+        print_json({
+            "name": name, "metric": metric.name, "runs": [asdict(outcome) for outcome in outcomes],
+        })  # fmt: skip
+    elif waits:
+        _print(outcomes, metric)
+    else:
+        tell(f"the table, when they have ended: the same command with --name {name} --wait")
+    unfinished = [one for one in outcomes if one.state != "finished"]
+    if waits and unfinished:
+        tell(
+            f"{len(unfinished)} of {len(outcomes)} runs have not finished: see 'dnictl events RUN'"
+        )
+        sys.exit(next((its.exit_code for its in states if its.exit_code), WorkerError.exit_code))
+
+
+def _go_on(runs: Path, start: Callable[[Variant], Run], variant: Variant) -> Run:
+    """Start a variant's run; if it exists, resume it unless it is active or has finished."""
+    from dni_runtime.api.run import Run
+    from dni_runtime.files import read_json
+
+    root = runs / variant.run
+    if not (root / "run.json").exists():
+        return start(variant)
+    run = Run.open(root)
+    if read_json(run.directory.chain) != variant.prepared.chain.model_dump(mode="json"):
+        raise UsageError(
+            f"run {run.name!r} was started from another version of the chain",
+            hint="give the sweep another --name",
+        )
+    state = run.state()
+    if not state.active and state.phase != "finished":
+        run.resume()
+    return run
+
+
+def _train(
+    variants: Sequence[Variant],
+    start: Callable[[Variant], Run],
+    *,
+    at_once: int,
+    poll_s: float,
+    waits: bool,
+    name: str,
+) -> list[tuple[Variant, Run]]:
+    """Start all runs, so many at a time, and wait until they have ended."""
+    from dni_runtime.schedulers.schedulers import read_states
+
+    left, trained = list(variants), []
+    active: dict[str, Run] = {}
+    phases: dict[str, str] = {}
+    try:
+        while left or (active and waits):
+            while left and len(active) < at_once:
+                trained.append((left[0], start(left[0])))
+                active[left[0].run] = trained[-1][1]
+                left.pop(0)
+            states = read_states([run.directory for run in active.values()])
+            for run, its in zip(list(active), states, strict=True):
+                if not its.active:
+                    del active[run]
+                    tell(f"{run}: {its.phase} ({len(trained) - len(active)} of {len(variants)})")
+                elif phases.get(run) != its.phase:
+                    tell(f"{run}: {its.phase}")
+                phases[run] = its.phase
+            if active and waits:
+                time.sleep(poll_s)
+    except KeyboardInterrupt:
+        tell("stopping after a checkpoint")
+        for other in active.values():
+            other.stop()
+        raise StoppedError(
+            "the sweep was stopped", hint=f"the same command with --name {name} goes on"
+        ) from None
+    return trained
+
+
+def _print(outcomes: Sequence[Outcome], metric: Compared) -> None:
+    paths = list(outcomes[0].settings)
+    columns: list[Column[Outcome]] = [
+        Column("run"),
+        Column("state", text=state),
+        *(
+            quantity(path, partial(_setting, path), title=title)
+            for path, title in zip(paths, short_names(paths), strict=True)
+        ),
+        quantity("epoch"),
+        quantity("value", text=partial(decimals, 4), title=metric.name),
+        quantity(
+            "test",
+            text=partial(decimals, 4),
+            title=f"test {metric.name}" if any(one.test is not None for one in outcomes) else "",
+        ),
+    ]
+    print_table(columns, outcomes)
+    if outcomes[0].value is not None:
+        tell(f"the best one: dnictl export {outcomes[0].run} -o model.safetensors")
+
+
+def _setting(path: str, outcome: Outcome) -> object:
+    return outcome.settings[path]

@@ -1,0 +1,86 @@
+"""Settings of a chain by their paths: names, values, other versions, differences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dni_runtime.errors import UsageError
+from dni_runtime.spec.load import parse_chain
+from dni_runtime.spec.settings import differing, read_setting, with_settings, words_of
+
+CHAIN = parse_chain("""\
+name: small
+data: {dataset: digits, batch_size: 64}
+defaults: {optimizer: {Adam: {lr: 0.002}}, interface: mixed}
+modules:
+  - name: bottom
+    layers: [{Linear: {in_features: 64, out_features: 32}}, ReLU]
+  - name: top
+    clip: {norm: 1}
+    layers: [{Linear: {in_features: 32, out_features: 10}}]
+""")
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "values"),
+    [
+        ("lr=1e-3,3e-3", "defaults.optimizer.Adam.lr", [1e-3, 3e-3]),
+        ("optimizer.lr=1", "defaults.optimizer.Adam.lr", [1]),
+        ("optimizer=SGD,{Adam: {lr: 1}}", "defaults.optimizer", ["SGD", {"Adam": {"lr": 1}}]),
+        ("seed=0..2", "seed", [0, 1, 2]),
+        ("batch_size=32", "data.batch_size", [32]),
+        ("window=4", "links.window", [4]),  # not in the file
+        ("interface=mixed,local", "defaults.interface", ["mixed", "local"]),  # what the file has
+        ("links.interface=ib0", "links.interface", ["ib0"]),
+        ("norm=1,2", "modules.top.clip.norm", [1, 2]),
+        ("bottom.out_features=8", "modules.bottom.layers.0.Linear.out_features", [8]),
+        ("defaults.optimizer.Adam.eps=1e-6", "defaults.optimizer.Adam.eps", [1e-6]),
+    ],
+)
+def test_a_name_means_one_setting(text: str, path: str, values: list[Any]) -> None:
+    found, given = read_setting(text, CHAIN)
+    assert (found, list(given)) == (path, values)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sed=1", "did you mean 'seed'?"),
+        ("weight_decay=1", "the chain has no setting 'weight_decay'"),
+        ("out_features=1", "modules.bottom.layers.0.Linear.out_features, modules.top"),
+        ("seed=", "'seed=' has no values"),
+        ("seed=3..1", "has no values"),
+        ("seed=[1", "not valid YAML"),
+    ],
+)
+def test_a_name_or_values_that_mean_nothing(text: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_setting(text, CHAIN)
+    assert words in str(caught.value)
+
+
+def test_other_values() -> None:
+    settings = {"seed": 7, "modules.top.layers.0.Linear.bias": False, "links.window": 2}
+    changed = with_settings(CHAIN, settings)
+    assert (changed.seed, changed.links.window) == (7, 2)
+    assert changed.modules[1].layers[0].args["bias"] is False
+    assert changed.model_fields_set == CHAIN.model_fields_set | {"seed", "links"}
+    assert words_of(settings) == "seed=7 bias=False window=2"
+    with pytest.raises(UsageError, match=r"seed=x: seed: 'x' is not a whole number"):
+        with_settings(CHAIN, {"seed": "x"})
+
+
+def test_differences_are_named_once() -> None:
+    def document(lr: float, seed: int, **more: object) -> dict[str, Any]:
+        modules = [{"name": name, "optimizer": {"Adam": {"lr": lr}}} for name in ("a", "b")]
+        return {"name": "x", "seed": seed, "modules": modules, **more}
+
+    assert differing([document(1, 0), document(2, 0, epochs=3), document(2, 1)]) == [
+        {"seed": 0, "modules.a.optimizer.Adam.lr": 1, "epochs": None},
+        {"seed": 0, "modules.a.optimizer.Adam.lr": 2, "epochs": 3},
+        {"seed": 1, "modules.a.optimizer.Adam.lr": 2, "epochs": None},
+    ]
+    assert differing([document(1, 0)]) == [{}]
+    assert differing([]) == []
