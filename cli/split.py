@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from dnictl.options import (
     tell,
     trust_option,
 )
-from dnictl.show import Column, documents, megabytes, print_table, quantity, thousands
+from dnictl.show import Column, documents, megabytes, print_table, quantity
 
 if TYPE_CHECKING:
     from dni_runtime.split.part import NetworkPart
@@ -66,6 +65,8 @@ def _names(text: str | None) -> tuple[str, ...]:
               help="What to take of forward's result: logits, 0, outputs.0.logits.")  # fmt: skip
 @click.option("--weights", type=click.Path(path_type=Path), metavar="FILE",
               help="State dict to start from (.safetensors or torch.save).")  # fmt: skip
+@click.option("--freeze", metavar="NAMES",
+              help="Modules or parameters of the network that are not trained.")  # fmt: skip
 @click.option("--interface", metavar="YAML", help="Gradient interface of all modules.")
 @click.option("--settings", type=click.Path(path_type=Path, exists=True), metavar="FILE",
               help="Chain file whose settings are taken where none are given here.")  # fmt: skip
@@ -103,32 +104,15 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
         args=mapping(args, "--args") if args else {},
         at=_names(options.pop("at")),
         takes=_names(options.pop("takes")),
+        freeze=_names(options.pop("freeze")),
         **options,
     )
     parts, warning = taken.parts, doubt(taken.parts)
-    total = sum(part.busy_s for part in parts)
-    columns: list[Column[NetworkPart]] = [
-        Column("module", "name"),
-        Column("after", title=""),
-        Column("until", text=_end),
-        Column("inputs", lambda part: list(part.inputs or ()), title=""),
-        Column("output", lambda part: " and ".join(map(str, part.outputs)), title=""),
-        quantity("parameters", "numbers", thousands),
-        Column("seconds", title=""),
-        Column("interface_seconds", "interface_s", title=""),
-        quantity("ms a batch", _milliseconds, in_json=False),
-        quantity("share", lambda part: f"{part.busy_s / total:.0%}", in_json=False),
-        quantity("memory_bytes", "memory", megabytes, title="memory"),
-        quantity("sends_bytes", "sends", partial(megabytes, digits=1), title="sends"),
-        Column("interface", lambda part: part.interface and part.interface.name, title=""),
-        Column("because", title=""),
-        Column("interface", _interface, in_json=False),
-    ]
     if as_json:
         written = {"file": str(output), "weights": str(taken.weights)}
-        print_json({**written, "modules": documents(columns, parts), "warning": warning})
+        print_json({**written, "modules": list(map(_document, parts)), "warning": warning})
         return
-    print_table(columns, parts)
+    click.echo(str(parts))
     click.echo(f"wrote {output} and {taken.weights}")
     if warning is not None:
         click.secho(warning, err=True, fg="yellow")
@@ -238,15 +222,21 @@ def _end(name: str | None) -> str:
     return name or "the end"
 
 
-def _milliseconds(part: NetworkPart) -> str:
-    return f"{1e3 * part.seconds:.0f} + {1e3 * part.interface_s:.0f}"
-
-
-def _interface(part: NetworkPart) -> str:
-    if part.interface is None:
-        return "loss"
-    known = part.because in ("asked", "default")
-    return part.interface.name if known else f"{part.interface.name}: {part.because}"
+def _document(part: NetworkPart) -> dict[str, Any]:
+    return {
+        "module": part.name,
+        "after": part.after,
+        "until": part.until,
+        "inputs": list(part.inputs or ()),
+        "output": " and ".join(map(str, part.outputs)),
+        "parameters": part.numbers,
+        "seconds": part.seconds,
+        "interface_seconds": part.interface_s,
+        "memory_bytes": part.memory,
+        "sends_bytes": part.sends,
+        "interface": part.interface and part.interface.name,
+        "because": part.because,
+    }
 
 
 def _data(text: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dni_runtime.plan.create import check_place, run_root
 from dni_runtime.plan.prepare import prepare, prepare_again
 from dni_runtime.plan.settings import StartSettings
 from dni_runtime.split.balance import Balance
-from dni_runtime.split.part import NetworkPart, doubt
+from dni_runtime.split.part import Parts, doubt
 
 if TYPE_CHECKING:
     from dni_runtime.plan.balancing import Proposal
@@ -38,7 +38,7 @@ class Chain:
 
     Attributes:
         prepared: What is known of it: specs, data, shapes.
-        parts: What :meth:`split` has measured of each module.
+        parts: What :meth:`split` has measured of each module; it prints as a table.
 
     Raises:
         SpecError: It cannot be used; names file, line and what is allowed.
@@ -47,7 +47,7 @@ class Chain:
 
     def __init__(self, path: Path | str = "chain.yaml", *, data: Path | str | None = None) -> None:
         self.prepared = prepare(Path(path), data=None if data is None else Path(data))
-        self.parts: tuple[NetworkPart, ...] = ()
+        self.parts = Parts()
 
     @classmethod
     def from_modules(
@@ -135,6 +135,7 @@ class Chain:
         takes: Sequence[str] = (),
         returns: str | int | None = None,
         weights: Path | str | None = None,
+        freeze: Sequence[str] = (),
         **settings: Any,
     ) -> Chain:
         """Make a chain of one network, which is traced, measured and cut.
@@ -154,6 +155,7 @@ class Chain:
             takes: Arguments of ``forward`` for the data's inputs; by default its first ones.
             returns: What to take of forward's result: ``logits``, 0, ``outputs.0.logits``.
             weights: A state dict to start from (safetensors, or a file of ``torch.save``).
+            freeze: The network's modules or parameters that are not trained, by their names.
             settings: The chain's other keys: ``epochs``, ``loss``, ``defaults``, ...
 
         Raises:
@@ -186,12 +188,13 @@ class Chain:
             takes=takes,
             returns=returns,
             weights=None if weights is None else Path(weights),
+            freeze=freeze,
             state=state,
         )
         if (warning := doubt(taken.parts)) is not None:
             _log.warning("%s", warning)
         chain = cls.__new__(cls)
-        chain.prepared, chain.parts = taken.prepared, tuple(taken.parts)
+        chain.prepared, chain.parts = taken.prepared, taken.parts
         return chain
 
     def balance(self, balance: Balance = "time", links: str = "fast") -> Proposal:

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from dni_runtime.core.optimization import freeze
 from dni_runtime.data import describe, with_defaults
 from dni_runtime.errors import UsageError
 from dni_runtime.files import write_atomic
-from dni_runtime.network.source import NetworkSpec, build_network
+from dni_runtime.network.source import NetworkSpec, NetworkWrapper, build_network
 from dni_runtime.plan.pace import worker_seconds
 from dni_runtime.plan.prepare import importing_from
 from dni_runtime.run.documents.reports import Report
@@ -139,7 +142,9 @@ def _proposed(
     with naming_file(path), importing_from(base):
         info = describe(with_defaults(chain.data, base).of_replica(1), base)
         spec = NetworkSpec.model_validate(pieces[0].args["network"])
-        recut = cut_again(spec, build_network(spec).train(), info, request, measured)
+        network = build_network(spec).train()
+        freeze(nn.Sequential(NetworkWrapper(network, spec)), chain.defaults.freeze or ())
+        recut = cut_again(spec, network, info, request, measured)
     document: dict[str, Any] = parse_yaml(text, str(path))[0]
     modules = document.pop("modules")
     document.pop("network", None)

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from dni_runtime.core.forward import as_inputs
 from dni_runtime.data import describe, open_data, with_defaults
 from dni_runtime.errors import SpecError, UsageError
-from dni_runtime.network.source import WRAPPED
 from dni_runtime.plan.prepare import CheckedChain, importing_from, prepare
 from dni_runtime.resolve.describe import with_frozen
 from dni_runtime.spec import Choice, DataSpec
 from dni_runtime.spec.load import explain_details, parse_choice, parse_yaml
 from dni_runtime.split.balance import Balance
-from dni_runtime.split.chainfile import HEADER, write_chain
-from dni_runtime.split.network import chain_name, load_weights, network_of, take_apart
-from dni_runtime.split.part import NetworkPart
+from dni_runtime.split.chainfile import HEADER, OF_A_PART, write_chain
+from dni_runtime.split.network import chain_name, freeze_named, load_weights, network_of, take_apart
+from dni_runtime.split.part import Parts
 from dni_runtime.split.plan import SplitRequest
 
 
@@ -30,7 +29,7 @@ class SplitChain:
     """A network that has been taken apart."""
 
     prepared: CheckedChain
-    parts: Sequence[NetworkPart]  # its modules
+    parts: Parts  # its modules
     weights: Path  # their file
 
 
@@ -52,6 +51,7 @@ def split_chain(
     weights: Path | None = None,
     state: nn.Module | None = None,  # instead, a network that has them
     interface: str | None = None,  # of all modules, as in a chain file
+    freeze: Sequence[str] = (),  # modules or parameters of the network that are not trained
     force: bool = False,  # replace a chain file that ``split`` has not written
 ) -> SplitChain:
     """Take a network apart, and write a chain file and its weights."""
@@ -61,6 +61,7 @@ def split_chain(
             hint="name another file with -o, or replace it with --force",
         )
     base = path.parent.absolute()
+    own = _settings_of_modules(settings, len(at) + 1 if at else modules)
     try:
         data = with_defaults(DataSpec.model_validate(settings["data"]), base)
     except ValidationError as error:
@@ -88,14 +89,18 @@ def split_chain(
             settings = {**settings, "data": {**settings["data"], "inputs": list(info.names)}}
         if weights is not None:
             load_weights(network, weights)
+        names = list(freeze)
         if state is not None:
             network.load_state_dict(state.state_dict())
-            defaults = _freeze_as(network, state, settings.get("defaults", {}))
-            settings = {**settings, "defaults": defaults}
+            names += _frozen(network, state)
+        if names:
+            defaults = settings.get("defaults", {})
+            frozen = with_frozen(defaults, freeze_named(spec, network, names))
+            settings = {**settings, "defaults": {**defaults, "freeze": frozen}}
         parts = take_apart(spec, network, info, request, first_batch(data, base))
-        name = settings.get("name") or chain_name(target)
-        file = write_chain(path, name, spec, network, parts, settings)
-    return SplitChain(prepare(path), parts, file)
+        name = settings.get("name") or chain_name(target, network)
+        file = write_chain(path, name, spec, network, parts, settings, own)
+    return SplitChain(prepare(path), Parts(parts), file)
 
 
 def first_batch(data: DataSpec, base: Path) -> tuple[Tensor, ...]:
@@ -105,21 +110,31 @@ def first_batch(data: DataSpec, base: Path) -> tuple[Tensor, ...]:
     return as_inputs(batch[0])
 
 
-def _freeze_as(network: nn.Module, state: nn.Module, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a chain's defaults, with what is frozen in ``state`` and not by the class itself."""
-    names = []
-    for (name, parameter), p in zip(network.named_parameters(), state.parameters(), strict=True):
-        if parameter.requires_grad and not p.requires_grad:
-            names.append(f"0.{WRAPPED}{name}")
-    return {**defaults, **({"freeze": with_frozen(defaults, names)} if names else {})}
+def _frozen(network: nn.Module, state: nn.Module) -> list[str]:
+    """Return the parameters that are frozen in ``state``, and not by the class itself."""
+    pairs = zip(network.named_parameters(), state.parameters(), strict=True)
+    return [name for (name, own), p in pairs if own.requires_grad and not p.requires_grad]
+
+
+def _settings_of_modules(settings: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
+    """Return the modules that the settings have, for as many parts."""
+    modules = settings.get("modules") or []
+    keys = sorted({key for one in modules for key in one} - OF_A_PART)
+    if keys and len(modules) != count:
+        raise UsageError(
+            f"the {len(modules)} modules of the settings have their own "
+            f"{', '.join(map(repr, keys))}, and the network is cut into {count}",
+            hint=f"cut it into as many (--modules {len(modules)}), or move that to 'defaults'",
+        )
+    return modules if keys else []
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """Return the keys of a chain file, without its modules."""
+    """Return the keys of a chain file, but its network."""
     try:
         document = parse_yaml(path.read_text("utf-8"), str(path))[0]
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{str(path)!r} cannot be read: {error}") from None
     if not isinstance(document, dict):
         raise SpecError(f"{str(path)!r} is not a chain file")
-    return {key: value for key, value in document.items() if key not in ("modules", "network")}
+    return {key: value for key, value in document.items() if key != "network"}

@@ -23,7 +23,7 @@ HEADER = "# Written by 'dnictl split', which may replace it."
 _OWN = frozenset({"torch", "numpy", "safetensors", "dni-runtime", "pyyaml", "pydantic", "rich"})
 """What images have anyway."""
 
-_OF_A_PART = frozenset({"name", "inputs", "interface", "layers"})
+OF_A_PART = frozenset({"name", "inputs", "interface", "layers"})
 """What a module of a chain file has from its part."""
 
 
@@ -34,18 +34,19 @@ def write_chain(
     network: nn.Module,
     parts: Sequence[NetworkPart],
     settings: Mapping[str, Any],  # the chain's other keys
+    modules: Sequence[Mapping[str, Any]] = (),  # each part has the other settings of its module
 ) -> Path:
     """Write a chain file, and the network's weights beside it; return the file of the weights."""
     weights = path.with_suffix(".safetensors")
-    rest = {key: value for key, value in settings.items() if key != "name"}
+    rest = {key: value for key, value in settings.items() if key not in ("name", "modules")}
     image, defaults = (dict(rest.pop(key, {})) for key in ("image", "defaults"))
     needed = requirements(spec.target, path.parent)
     if needed:
-        image["requirements"] = [*image.get("requirements", []), *needed]
+        image["requirements"] = list(dict.fromkeys([*image.get("requirements", []), *needed]))
     defaults["init"] = {"file": weights.name, "names": {"0.network": ""}}
     head = {"name": name, **rest, **({"image": image} if image else {}), "defaults": defaults}
     write_atomic(weights, save(separate(network.state_dict())))
-    write_atomic(path, chain_text(head, spec, parts).encode(), mode=0o644)
+    write_atomic(path, chain_text(head, spec, parts, modules).encode(), mode=0o644)
     return weights
 
 
@@ -64,7 +65,8 @@ def chain_text(
     total = sum(part.busy_s for part in parts)
     for number, part in enumerate(parts):
         share = part.busy_s / total
-        lines.append(f"  # {share:.0%} of the time, {part.numbers:,} parameters")
+        frozen = ", frozen" if part.because == "frozen" else ""
+        lines.append(f"  # {share:.0%} of the time, {part.numbers:,} parameters{frozen}")
         piece: dict[str, Any] = {"after": part.after, "until": part.until}
         piece |= {"lends": list(part.lends), "borrows": part.borrows}
         if part.lends or part.borrows:
@@ -76,7 +78,7 @@ def chain_text(
         if part.interface is not None:
             lines.append(f"    interface: {_flow(part.interface.model_dump())}")
         for key, value in modules[number].items() if modules else ():
-            if key not in _OF_A_PART:
+            if key not in OF_A_PART:
                 lines.append(f"    {key}: {_flow(value)}")
         lines.append(f"    layers: {_flow([{'Piece': piece} if piece else 'Piece'])}")
     return "\n".join([*blocks, "\n".join(lines)]) + "\n"

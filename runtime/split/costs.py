@@ -71,8 +71,11 @@ class Costs:
 
     def memory(self, i: int, j: int) -> float:
         """Bytes of weights, gradients, Adam's averages and one batch in that module."""
-        weights = sum(parameter.nbytes for parameter in self.parameters(i, j).values())
-        return _COPIES * weights + sum(segment.saved for segment in self.segments[i:j])
+        weights = sum(
+            (_COPIES if one.requires_grad else 1) * one.nbytes
+            for one in self.parameters(i, j).values()
+        )
+        return weights + sum(segment.saved for segment in self.segments[i:j])
 
     def parameters(self, i: int, j: int) -> dict[str, nn.Parameter]:
         """Parameters of that module by name."""
@@ -81,6 +84,10 @@ class Costs:
             for segment in self.segments[i:j]
             for name, parameter in segment.parameters.items()
         }
+
+    def trains(self, j: int) -> bool:
+        """Whether any parameter before segment ``j`` is trained."""
+        return any(one.requires_grad for one in self.parameters(0, j).values())
 
     def attends(self, i: int, j: int) -> bool:
         """Whether there is attention in that module."""
@@ -123,8 +130,11 @@ def measure(
     weights = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
     for repeat in range(repeats + 1):  # the first one warms up
         values: dict[Any, Tensor] = {}
+        learning: set[Any] = set()  # values that something trained has made
         for number, (section, run) in enumerate(zip(sections, runs, strict=True)):
-            inputs = [values[node].detach().requires_grad_() for node in section.takes]
+            inputs = [
+                values[node].detach().requires_grad_(node in learning) for node in section.takes
+            ]
             inputs += [batch[place] for place in section.data]
             kept: dict[int, int] = {}
 
@@ -152,7 +162,10 @@ def measure(
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             times[number].append(time.perf_counter() - began)
-            values |= zip(section.gives, (output.detach() for output in outputs), strict=True)
+            learning |= {
+                node for node, y in zip(section.gives, outputs, strict=True) if y.requires_grad
+            }
+            values |= zip(section.gives, (one.detach() for one in outputs), strict=True)
     network.zero_grad(set_to_none=True)
     attends = _attending(network, sections, runs, values, batch)
     return [

@@ -7,6 +7,7 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from dni_runtime.core.optimization import freeze
 from dni_runtime.errors import DataError, SpecError, UsageError
 from dni_runtime.network.source import (
+    WRAPPED,
     NetworkSpec,
     NetworkWrapper,
     arguments_of,
@@ -151,10 +154,36 @@ def network_of(
     return spec, network
 
 
-def chain_name(target: str) -> str:
-    """Return a chain's name for an import path."""
+_ANY = frozenset({"build", "create", "get", "load", "make", "model", "my", "net", "network", "new"})
+"""Words in names of functions that say nothing of the network that they return."""
+
+
+def chain_name(target: str, network: nn.Module) -> str:
+    """Return a chain's name: the function's, or else the class of the network."""
     name = re.sub(r"[^a-z0-9]+", "-", target.partition(":")[2].lower()).strip("-")
+    if set(name.split("-")) <= _ANY:
+        name = re.sub(r"[^a-z0-9]+", "-", type(network).__name__.lower())
     return name[:40].strip("-") or "network"
+
+
+def freeze_named(spec: NetworkSpec, network: nn.Module, names: Sequence[str]) -> list[str]:
+    """Freeze parts of a network; return the patterns of a chain's ``freeze``.
+
+    A name is that of a module or a parameter of the network, or a pattern of parameters' names.
+    """
+    modules, patterns = dict(network.named_modules()), []
+    parameters = [name for name, _ in network.named_parameters(remove_duplicate=False)]
+    for name in names:
+        pattern = f"{name}.*" if name in modules else name
+        if not any(fnmatchcase(one, pattern) for one in parameters):
+            known = [one for one in (*modules, *parameters) if one.count(".") == name.count(".")]
+            raise UsageError(
+                f"{spec.target} has no parameters of {name!r} to freeze",
+                hint=suggestion(name, [one for one in known if one]),
+            )
+        patterns.append(f"0.{WRAPPED}{pattern}")
+    freeze(nn.Sequential(NetworkWrapper(network, spec)), patterns)
+    return patterns
 
 
 def _try(spec: NetworkSpec, network: nn.Module, batch: Sequence[Tensor]) -> None:

@@ -25,13 +25,42 @@ class NetworkPart:
     memory: float  # bytes of weights, gradients, Adam's averages and one batch
     sends: int  # bytes of a batch of its outputs
     interface: Choice | None  # None: the last part
-    because: str  # ``asked``, ``attention``, ``tied weights`` or ``default``
+    because: str  # ``asked``, ``attention``, ``tied weights``, ``frozen`` or ``default``
     samples: int  # of the batch that it was measured with
 
     @property
     def busy_s(self) -> float:
         """Time of a training batch, with the interface's."""
         return self.seconds + self.interface_s
+
+
+class Parts(tuple[NetworkPart, ...]):
+    """The modules of a network that has been taken apart; they print as a table."""
+
+    def __repr__(self) -> str:
+        total = sum(part.busy_s for part in self)
+        columns = [
+            ["module", *(part.name for part in self)],
+            ["until", *(part.until or "the end" for part in self)],
+            ["parameters", *(f"{part.numbers:,}" for part in self)],
+            ["ms a batch", *(f"{1e3 * p.seconds:.0f} + {1e3 * p.interface_s:.0f}" for p in self)],
+            ["share", *(f"{part.busy_s / total:.0%}" for part in self)],
+            ["memory", *(f"{part.memory / 1e6:.0f} MB" for part in self)],
+            ["sends", *(f"{part.sends / 1e6:.1f} MB" for part in self)],
+            ["interface", *map(_interface, self)],
+        ]
+        for column in columns:
+            width = max(map(len, column))
+            text = column[0] in ("module", "until", "interface")
+            column[:] = [one.ljust(width) if text else one.rjust(width) for one in column]
+        return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+
+
+def _interface(part: NetworkPart) -> str:
+    if part.interface is None:
+        return "loss"
+    known = part.because in ("asked", "default")
+    return part.interface.name if known else f"{part.interface.name}: {part.because}"
 
 
 _PAYS = 1.2

@@ -127,23 +127,25 @@ class Plan:
         """Time of a batch of segments ``i`` to ``j - 1``, as the module of this number."""
         return self.costs.seconds(i, j) + self._interface_seconds(number, i, j)
 
-    def _chosen(self, number: int, attends: bool) -> Choice:
-        """Return the interface of a module that is not the last."""
-        return self._given(number) or default_interface(attends)
+    def _chosen(self, number: int, i: int, j: int, lends: bool = False) -> tuple[Choice, str]:
+        """Return the interface of a module that is not the last, and why it has that one."""
+        attends = self.costs.attends(i, j)
+        if (given := self._given(number)) is not None:
+            return given, "asked"
+        if not self.costs.trains(j):
+            return Choice(name="none"), "frozen"
+        # A tied parameter learns by true gradients alone.
+        why = "attention" if attends else "tied weights" if lends else "default"
+        return default_interface(attends or lends), why
 
     def _given(self, number: int) -> Choice | None:
         interfaces = self.request.interfaces
         return interfaces[number if len(interfaces) > 1 else 0] if interfaces else None
 
-    def _because(self, number: int, attends: bool, lends: bool) -> str:
-        if self._given(number) is not None:
-            return "asked"
-        return "attention" if attends else "tied weights" if lends else "default"
-
     def _interface_seconds(self, number: int, i: int, j: int) -> float:
         if j == len(self.costs.segments):
             return 0.0
-        choice = self._chosen(number, self.costs.attends(i, j))
+        choice, _ = self._chosen(number, i, j)
         row = row_of(self.costs.outputs(i, j))
         key = choice.model_dump_json(), row
         if key not in self._interfaces:
@@ -204,7 +206,7 @@ class Plan:
                     f"{self._program.spec.target} cannot be cut after {names[number + 1]!r}: "
                     f"values and tied weights of types {', '.join(types)} pass"
                 )
-            attends = costs.attends(i, j)
+            choice, why = self._chosen(number, i, j, bool(lent[number]))
             last = j == len(costs.segments)
             parts.append(
                 NetworkPart(
@@ -220,9 +222,8 @@ class Plan:
                     interface_s=self._interface_seconds(number, i, j),
                     memory=costs.memory(i, j),
                     sends=0 if last else _bytes(outputs, costs.samples),
-                    # A tied parameter learns by true gradients alone.
-                    interface=None if last else self._chosen(number, attends or bool(lent[number])),
-                    because=self._because(number, attends, bool(lent[number])),
+                    interface=None if last else choice,
+                    because=why,
                     samples=costs.samples,
                 )
             )

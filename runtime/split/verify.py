@@ -107,6 +107,11 @@ def _piece(spec: NetworkSpec, network: nn.Module, part: NetworkPart) -> Piece:
     for name in target:
         target[name] = state.get(name.removeprefix(WRAPPED), target[name])
     piece.load_state_dict(target)
+    for name, parameter in piece.named_parameters(remove_duplicate=False):
+        if name.startswith(WRAPPED):
+            parameter.requires_grad_(
+                network.get_parameter(name.removeprefix(WRAPPED)).requires_grad
+            )
     return piece
 
 

@@ -231,3 +231,57 @@ def test_the_settings_of_a_chain_file(folder: Path) -> None:
     done = runner.invoke(cli, argv)
     assert isinstance(done.exception, UsageError)
     assert "no data is named" in str(done.exception)
+
+
+def test_what_is_frozen_has_no_interface_and_no_gradient(folder: Path) -> None:
+    Path("still.py").write_text(DEEP)
+    data = {"dataset": "digits", "flatten": True}
+    chain = Chain.split("still:build", data=data, at=["a", "b"], freeze=["a", "b.bias"])
+    text = Path("chain.yaml").read_text()
+    assert yaml.safe_load(text)["defaults"]["freeze"] == ["0.network.a.*", "0.network.b.bias"]
+    assert chain.prepared.chain.name == "deep"
+    names = [part.interface and part.interface.name for part in chain.parts]
+    assert (names, chain.parts[0].because) == (["none", "mixed", None], "frozen")
+    assert "parameters, frozen\n  - name: part-1" in text
+    assert chain.parts[0].interface_s == 0
+    assert "none: frozen" in repr(chain.parts)
+    trained = Chain.split("still:build", data=data, at=["a", "b"])
+    assert trained.parts[0].memory > 2 * chain.parts[0].memory
+    with pytest.raises(UsageError, match=r"has no parameters of 'bb' to freeze\n.*'b'"):
+        Chain.split("still:build", data=data, freeze=["bb"])
+    sys.modules.pop("still", None)
+
+
+DEEP = """\
+from torch import nn
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(64, 256), nn.Linear(256, 32), nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x).relu()).relu())
+
+def build():
+    return Deep()
+"""
+
+
+def test_settings_of_modules_go_to_as_many_parts(folder: Path) -> None:
+    modules = [
+        {"name": "x", "device": "cpu", "layers": []},
+        {"name": "y", "resources": {"memory": "1G"}},
+    ]
+    image = {"requirements": ["numpy==2.0"]}
+    settings = {**SETTINGS, "modules": modules, "image": image, "epochs": 3}
+    taken = split_chain("words:Model", Path("chain.yaml"), settings, at=["first"])
+    found = yaml.safe_load(Path("chain.yaml").read_text())
+    assert [one["name"] for one in found["modules"]] == ["part-1", "part-2"]
+    assert (found["modules"][0]["device"], found["modules"][1]["resources"]) == (
+        "cpu",
+        {"memory": "1G"},
+    )
+    assert (taken.prepared.chain.epochs, found["image"]) == (3, image)
+    with pytest.raises(UsageError, match="the 2 modules of the settings have their own 'device'"):
+        split_chain("words:Model", Path("chain.yaml"), settings, modules=3)
