@@ -198,7 +198,7 @@ def new_run(
         prepared = carry_over(prepared, its.record, its.state())
     with contextlib.suppress(DataError, OSError):  # of a run that is damaged
         for run, state in runs_in(runs, chain=prepared.chain.name):
-            if state.active and run.record.own:
+            if state.active and run.record.is_callers:
                 tell(f"another run of this chain is {state.phase}: dnictl stop {run.name}")
     return prepared, run_root(prepared.chain.name, run_dir, runs, name)
 

@@ -61,7 +61,7 @@ def prune(runs: Path, keep: int, dry_run: bool, yes: bool, as_json: bool) -> Non
         run.record
         for run, state in runs_in(runs)
         if state.phase in ("finished", "lost")
-        and run.record.own
+        and run.record.is_callers
         and not run.record.run.root.is_symlink()
     ]
     _remove(over[: len(over) - keep], yes=yes, dry_run=dry_run, as_json=as_json)

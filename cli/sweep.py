@@ -34,7 +34,7 @@ from dnictl.show import Column, decimals, print_table, quantity, short_names, st
 
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
-    from dni_runtime.measure.compare import Compared
+    from dni_runtime.measure.compare import ComparedMetric
     from dni_runtime.measure.sweep import Outcome, Variant
 
 _POLL_S, _JOB_POLL_S = 1.0, 10.0
@@ -126,10 +126,21 @@ def sweep(
         return Run(record)
 
     waits = wait_for_it or not by_slurm
-    trained = _train(
-        variants, partial(_go_on, runs, start), at_once=len(variants) if by_slurm else jobs,
-        poll_s=_JOB_POLL_S if by_slurm else _POLL_S, waits=waits, name=name,
-    )  # fmt: skip
+    at_once = len(variants) if by_slurm else jobs
+    active: dict[str, Run] = {}
+    try:
+        trained = _train(
+            variants, partial(_go_on, runs, start), active, at_once=at_once, waits=waits,
+            poll_s=_JOB_POLL_S if by_slurm else _POLL_S,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        for run in () if by_slurm else active.values():
+            tell(f"{run.name}: stopping after a checkpoint")
+            run.stop()
+        raise StoppedError(
+            "the sweep was interrupted" + ("; its jobs go on" if by_slurm else ""),
+            hint=f"go on with the same command and --name {name}",
+        ) from None
     states = read_states([run.directory for _, run in trained])
     found = [
         read_outcome(variant, run.record, its, metric)
@@ -175,45 +186,35 @@ def _go_on(runs: Path, start: Callable[[Variant], Run], variant: Variant) -> Run
 def _train(
     variants: Sequence[Variant],
     start: Callable[[Variant], Run],
+    active: dict[str, Run],  # gets those that have not ended
     *,
     at_once: int,
-    poll_s: float,
     waits: bool,
-    name: str,
+    poll_s: float,
 ) -> list[tuple[Variant, Run]]:
     """Start all runs, so many at a time, and wait until they have ended."""
     from dni_runtime.schedulers.schedulers import read_states
 
-    left, trained = list(variants), []
-    active: dict[str, Run] = {}
+    trained: list[tuple[Variant, Run]] = []
     phases: dict[str, str] = {}
-    try:
-        while left or (active and waits):
-            while left and len(active) < at_once:
-                trained.append((left[0], start(left[0])))
-                active[left[0].run] = trained[-1][1]
-                left.pop(0)
-            states = read_states([run.directory for run in active.values()])
-            for run, its in zip(list(active), states, strict=True):
-                if not its.active:
-                    del active[run]
-                    tell(f"{run}: {its.phase} ({len(trained) - len(active)} of {len(variants)})")
-                elif phases.get(run) != its.phase:
-                    tell(f"{run}: {its.phase}")
-                phases[run] = its.phase
-            if active and waits:
-                time.sleep(poll_s)
-    except KeyboardInterrupt:
-        tell("stopping after a checkpoint")
-        for other in active.values():
-            other.stop()
-        raise StoppedError(
-            "the sweep was stopped", hint=f"the same command with --name {name} goes on"
-        ) from None
+    while len(trained) < len(variants) or (active and waits):
+        for variant in variants[len(trained) :][: at_once - len(active)]:
+            active[variant.run] = start(variant)
+            trained.append((variant, active[variant.run]))
+        states = read_states([run.directory for run in active.values()])
+        for name, its in zip(list(active), states, strict=True):
+            if not its.active:
+                del active[name]
+                tell(f"{name}: {its.phase} ({len(trained) - len(active)} of {len(variants)})")
+            elif phases.get(name) != its.phase:
+                tell(f"{name}: {its.phase}")
+            phases[name] = its.phase
+        if active and waits:
+            time.sleep(poll_s)
     return trained
 
 
-def _print(outcomes: Sequence[Outcome], metric: Compared) -> None:
+def _print(outcomes: Sequence[Outcome], metric: ComparedMetric) -> None:
     paths = list(outcomes[0].settings)
     columns: list[Column[Outcome]] = [
         Column("run"),

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from dni_runtime.errors import SpecError, UsageError
-from dni_runtime.measure.compare import Compared, metric_of
+from dni_runtime.measure.compare import ComparedMetric, metric_of
 from dni_runtime.measure.figures import MetricsReader
 from dni_runtime.plan.prepare import CheckedChain, prepare_again
 from dni_runtime.run.documents.best import Best
@@ -71,16 +71,18 @@ def read_variants(prepared: CheckedChain, texts: Sequence[str], name: str) -> li
     return variants
 
 
-def compared_metric(chain: ChainSpec) -> Compared:
+def compared_metric(chain: ChainSpec) -> ComparedMetric:
     """Return what a sweep is ordered by: the metric of ``selection``, else the chain's first."""
     wanted = chain.selection.metric if chain.selection is not None else None
     if wanted == "loss":
-        return Compared("loss", False)
+        return ComparedMetric("loss", False)
     metrics = tuple(metric for metric in chain.metrics if metric.name == wanted)
     return metric_of(chain.model_copy(update={"metrics": metrics}) if metrics else chain)
 
 
-def read_outcome(variant: Variant, record: Record, state: RunState, metric: Compared) -> Outcome:
+def read_outcome(
+    variant: Variant, record: Record, state: RunState, metric: ComparedMetric
+) -> Outcome:
     """Read what has come of a run until now."""
     figures = MetricsReader(record, evaluations=1).read(state)
     best = Best.load(record.run.best)
@@ -93,7 +95,7 @@ def read_outcome(variant: Variant, record: Record, state: RunState, metric: Comp
     )
 
 
-def best_first(outcomes: Sequence[Outcome], metric: Compared) -> list[Outcome]:
+def best_first(outcomes: Sequence[Outcome], metric: ComparedMetric) -> list[Outcome]:
     """Return the outcomes in order; those without a value come last."""
     sign = -1 if metric.rises else 1
     return sorted(

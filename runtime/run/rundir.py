@@ -55,7 +55,7 @@ FOLDERS = (
 ENTRIES = frozenset({
     *FOLDERS, "keys", "leases", "tensorboard", "container",
     "run.json", "chain.yaml", "chain.json", "plan.json", "job.json", "job.sbatch", "state.json",
-    "events.jsonl", "owner.json", "stop.json", "scale.json",
+    "events.jsonl", "end.json", "owner.json", "stop.json", "scale.json",
 })  # fmt: skip
 """All that a run directory may hold: what else is in it is somebody's own."""
 

@@ -6,9 +6,11 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from dni_runtime.errors import UnavailableError
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.prepare import prepare
 from dni_runtime.run.documents.records import JobRecord
@@ -51,6 +53,10 @@ def test_runs_are_removed_with_all_that_is_theirs(dnictl: Dnictl, make: Make, fo
     assert (outside / "notes").read_text() == "kept"
 
 
+def no_answer(jobs: object) -> NoReturn:
+    raise UnavailableError("squeue does not answer")
+
+
 def test_nothing_is_removed_unless_all_can_be(
     dnictl: Dnictl, make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,8 +78,9 @@ def test_nothing_is_removed_unless_all_can_be(
     refused("'a-2' is running", "dnictl stop a-2")
     ended(record, "stopped", 75)
     JobRecord(job="7", nodes=(0, 0)).write(record.run.job)
-    monkeypatch.setenv("PATH", str(folder))
-    refused("squeue")  # it cannot be known whether the job is over
+    for module in ("supervise.removal", "schedulers.slurm.job"):
+        monkeypatch.setattr(f"dni_runtime.{module}.job_infos", no_answer)
+    refused("squeue does not answer")  # it cannot be known whether the job is over
     record.run.job.unlink()
     (record.run.root / "notes.txt").write_text("mine")
     refused("holds 'notes.txt', which is no run's")
