@@ -279,6 +279,8 @@ def _other_data(data: Mapping[str, Any], own: DataSpec | None) -> DataSpec:
     if own is not None:
         limits = {"train_limit", "eval_limit", "validation", "augment", "labels"}
         reading = {"batch_size", "eval_batch_size", "flatten", "normalize", "streams"}
+        if ":" in str(data.get("dataset")):  # the network takes the same inputs of its rows
+            reading |= {"inputs", "label", "collate"}
         kept = own.model_dump(include=reading if "dataset" in data else None, exclude=limits)
     try:
         return DataSpec.model_validate({**kept, **data})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from dni_runtime.api.checkpointed import Checkpointed, check_ending
+from dni_runtime.api.checkpointed import Checkpointed, check_ending, evaluation_batches
 from dni_runtime.core import training
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.evaluation import evaluate
@@ -18,6 +19,7 @@ from dni_runtime.plan.initial import _stored
 from dni_runtime.plan.prepare import prepare
 from dni_runtime.run.cuts import tensors_file
 from dni_runtime.run.record import Record
+from dni_runtime.spec import DataSpec
 from dni_runtime.worker.checkpoint import snapshot, write_part
 
 CHAIN = """\
@@ -97,3 +99,26 @@ def test_onnx_may_not_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("dni_runtime.api.checkpointed.find_spec", lambda name: None)
     with pytest.raises(UnavailableError, match="onnx and onnxscript are not installed"):
         check_ending(tmp_path / "net.onnx", state_dict=False)
+
+
+def test_other_rows_are_read_by_the_same_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "otherrows.py").write_text(
+        "from pathlib import Path\n\n"
+        "def rows(root):\n"
+        "    count = int((Path(root) / 'count').read_text())\n"
+        "    return [{'index': n, 'x': [n, -n], 'y': n % 2} for n in range(count)]\n"
+    )
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "count").write_text("3")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    chains = DataSpec.model_validate(
+        {"dataset": "its:rows", "train": {}, "evaluation": {}, "inputs": ["x"], "label": "y"}
+    )
+    other = {"dataset": "otherrows:rows", "train": {"root": "here"}, "evaluation": {"root": "here"}}
+    ((x, y),) = evaluation_batches(other, chains, tmp_path)
+    assert torch.as_tensor(x).tolist() == [[0, 0], [1, -1], [2, -2]]
+    assert y.tolist() == [0, 1, 0]
+    sys.modules.pop("otherrows")
