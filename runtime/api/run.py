@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 Tell = Callable[[str], None]
 """Receives one line that the user should know."""
 
-_POLL_S, _QUEUE_POLL_S = 0.3, 5.0
+_POLL_S, _QUEUE_POLL_S, _STOP_POLL_S = 0.3, 5.0, 0.1
 _REQUEST_TIMEOUT_S = 60.0  # the supervisor looks once a second, a shared file system shows it late
 _STOP_TIMEOUT_S = 30.0  # beyond the workers' own time
 
@@ -210,7 +210,7 @@ class Run(Checkpointed):
         # The supervisor looks a few times a second, and kills late workers itself: as long as it
         # lives, some still save something.
         until, updated = time.monotonic() + grace_s + _STOP_TIMEOUT_S, state.updated
-        for state in self.states():
+        for state in self.states(_STOP_POLL_S if job is None else _POLL_S):
             if state.phase == "stopping" and state.updated != updated:
                 updated, until = state.updated, max(until, time.monotonic() + _STOP_TIMEOUT_S)
             if time.monotonic() >= until:

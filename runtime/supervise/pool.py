@@ -23,6 +23,9 @@ from dni_runtime.supervise.journal import Journal, how_it_ended
 
 TICK_S = 0.2
 
+STOP_TICK_S = 0.05
+"""The same while all workers are stopping, and somebody waits for the last one."""
+
 LEAVE_S = 15.0
 """Seconds after a worker's deadline for its checkpoint: Python, torch and a container must exit."""
 
@@ -44,7 +47,7 @@ class WorkerPool:
     """Starts, stops, kills and restarts the workers of a plan.
 
     A worker is told what is wanted of it by a document (``reports.Control``), which it reads about
-    twice a second. A worker that cannot be told is killed when its time is over.
+    twice a second, a head more often. A worker that cannot be told is killed when its time is over.
     """
 
     def __init__(

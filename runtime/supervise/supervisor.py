@@ -36,7 +36,7 @@ from dni_runtime.spec.named import module_of
 from dni_runtime.supervise.decisions import Action, Exit, conclusion, decide
 from dni_runtime.supervise.journal import AGAIN, Journal, bound_log, how_it_ended
 from dni_runtime.supervise.moving import Mover
-from dni_runtime.supervise.pool import LEAVE_S, REPORT_S, TICK_S, WorkerPool
+from dni_runtime.supervise.pool import LEAVE_S, REPORT_S, STOP_TICK_S, TICK_S, WorkerPool
 from dni_runtime.supervise.scaling import Scaler, lift_limits, wanted_replicas
 from dni_runtime.supervise.stall import Watchdog
 
@@ -109,7 +109,7 @@ class Supervisor:
                 observe(self.state)
                 self._start()
                 while self._pool:
-                    self._sleep(TICK_S)
+                    self._sleep(STOP_TICK_S if self._stopping else TICK_S)
                     self._look()
                     observe(self.state)
                 with contextlib.suppress(OSError):
@@ -148,9 +148,14 @@ class Supervisor:
     def _look(self) -> None:
         self._journal.check()
         self._handle_signals()
-        if self._clock() >= self._refresh_at:
+        due = self._clock() >= self._refresh_at
+        if due:
             self._refresh_at = self._clock() + _REFRESH_S
             self._refresh()
+        if self._plan.elastic and self._stop_reason is None:
+            before, replicas = self.state.scale, self._scaler.look()
+            if due or replicas != before:
+                self._scale(replicas)
         if self._clock() >= self._logs_at:
             self._logs_at = self._clock() + _LOGS_S
             for worker in self._pool.workers.values():
@@ -163,6 +168,11 @@ class Supervisor:
         self._kill_late()
         self._pool.remind()
         self._journal.heartbeat()
+
+    @property
+    def _stopping(self) -> bool:
+        """Whether all workers are to stop, for good or to be restarted together."""
+        return self._stop_reason is not None or self.state.restart_reason is not None
 
     def _handle_signals(self) -> None:
         signals, self._signals = self._signals, []
@@ -203,8 +213,6 @@ class Supervisor:
             self.state.phase = "running"
             self._journal.event("run_running")
         self._handle_restart_requests()
-        if self._plan.elastic and self._stop_reason is None:
-            self._scale(self._scaler.look())
         if changed:
             self._journal.write()
         for name, still_s in self._watchdog.look(self._clock(), reports).items():
@@ -231,8 +239,7 @@ class Supervisor:
         with contextlib.suppress(OSError):
             for name in self._run.wanted_restarts():
                 self._run.restart_request(name).unlink(missing_ok=True)
-                stopping = self.state.restart_reason or self._stop_reason
-                if name in self._pool.processes and stopping is None:
+                if name in self._pool.processes and not self._stopping:
                     self._pool.ask_to_leave(name)
 
     def _kill_late(self) -> None:
@@ -259,7 +266,7 @@ class Supervisor:
         if module.state == "inactive":  # left out since
             return
         restarting = self.state.restart_reason is not None
-        stopping, pool = restarting or self._stop_reason is not None, self._pool
+        stopping, pool = self._stopping, self._pool
         node, code = self._mover.lost.pop(name, None), module.exit_code
         assert code is not None
         report = Report.read(self._run.worker(name)).of(module.attempt)

@@ -64,7 +64,8 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
             if options.by_rank:
                 stack.enter_context(heeding_stop(run, stop))
             elif options.first is not None:
-                stack.enter_context(stop.obeying(run.control(spec.module), options.attempt))
+                control, head = run.control(spec.module), spec.head is not None
+                stack.enter_context(stop.obeying(control, options.attempt, head=head))
             if (warning := replaced(os.environ)) is not None:
                 metrics.warn(warning)
             torch.set_num_threads(spec.cpus)

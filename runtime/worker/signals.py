@@ -20,6 +20,9 @@ from dni_runtime.worker.background import repeating
 LOOK_S = 0.5
 """Seconds between two looks at what the supervisor wants."""
 
+HEAD_LOOK_S = 0.1
+"""The same for a head: when all are to stop, they do so at its marker."""
+
 REPEAT_S = 1.0
 """Seconds in which signals count as one: a step of Slurm gets each from Slurm, which signals all
 processes of a step, and from Apptainer's starter, which passes it on; so do launchers of MPI."""
@@ -70,7 +73,9 @@ class StopRequest:
             self._at_s = time.monotonic()
             self.wake()
 
-    def obeying(self, path: Path, attempt: int) -> contextlib.AbstractContextManager[None]:
+    def obeying(
+        self, path: Path, attempt: int, *, head: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
         """Do what the supervisor wants, in a thread.
 
         Its document is there before the worker is started: NFS may deny for a while that there is a
@@ -83,7 +88,7 @@ class StopRequest:
                 self.stop(alone=order == "restart")
 
         look()
-        return repeating("control", LOOK_S, look)
+        return repeating("control", HEAD_LOOK_S if head else LOOK_S, look)
 
     def drain(self) -> None:
         """Empty the wake-up descriptor."""

@@ -904,8 +904,10 @@ class Site:
             (metrics, "INTERVAL_S", 10.0),  # else a schedule writes most of its time
             (report, "REPORT_S", 10.0),
             (signals, "LOOK_S", 2.0),
+            (signals, "HEAD_LOOK_S", 2.0),
             (receiver, "JUMP_LIMIT", 2),  # of ids that are left out, a few are many here
             (supervisor, "TICK_S", 1.0),
+            (supervisor, "STOP_TICK_S", 1.0),
             (pool, "TICK_S", 1.0),
             (supervisor, "catching_signals", lambda note: contextlib.nullcontext()),
         ]

@@ -197,7 +197,7 @@ def test_a_wish_waits_for_a_worker_that_is_restarted(
 def test_the_newest_wish_counts(world: Scaled, make: Make, record: Record) -> None:
     """Also one that comes while the workers stop for another one."""
     world.wish(4, 3)
-    world.wish(5.4, 1)
+    world.wish(4.4, 1)
     world.finish(30)
     assert make(2).run().phase == "finished"
     assert replicas(record) == [1]
@@ -207,7 +207,7 @@ def test_a_wish_that_is_withdrawn_while_all_stop_starts_them_as_before(
     world: Scaled, make: Make, record: Record
 ) -> None:
     world.wish(4, 3)
-    world.wish(5.4, 2)
+    world.wish(4.4, 2)
     world.finish(30)
     state = make(2).run()
     assert (state.phase, replicas(record)) == ("finished", [])

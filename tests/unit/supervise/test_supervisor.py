@@ -25,7 +25,7 @@ from dni_runtime.run.record import Record
 from dni_runtime.schedulers.processes import Process
 from dni_runtime.spec.named import module_of
 from dni_runtime.supervise import journal
-from dni_runtime.supervise.pool import TICK_S
+from dni_runtime.supervise.pool import STOP_TICK_S, TICK_S
 from dni_runtime.supervise.supervisor import Supervisor
 from tests.lines import read_lines
 
@@ -50,7 +50,7 @@ class World:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        assert seconds == TICK_S
+        assert seconds in (TICK_S, STOP_TICK_S)
         self.now += seconds
         assert self.now < 600, "the supervisor does not come to an end"
         for event in [event for event in self.at if event[0] <= self.now]:
