@@ -178,24 +178,17 @@ class WorkerPool:
                 failed[name] = error
         return failed
 
-    def restart(
-        self,
-        name: str,
-        delay_s: float,
-        reason: str,
-        *,
-        resume: str | None = None,
-        attempt: int | None = None,
-    ) -> None:
-        """Restart a worker that has ended, after a delay; the reason is for the event.
-
-        ``resume`` is the cut at which the whole chain starts; by default the worker starts at its
-        own newest state. ``attempt`` is the number of that start, if not the next one.
-        """
-        worker, module = self.workers[name], self._modules[name]
-        attempt = attempt or worker.attempt + 1
-        self.workers[name] = worker.restarted(attempt, resume=resume)
+    def restart(self, name: str, delay_s: float, reason: str) -> None:
+        """Restart a worker that has ended, at its own newest state; the reason is for the event."""
+        worker = self.workers[name]
+        self._plan_restart(worker.restarted(worker.attempt + 1), delay_s, reason)
         self.keep_plan()
+
+    def _plan_restart(self, plan: WorkerPlan, delay_s: float, reason: str) -> None:
+        """Replace a worker that has ended by its next start; the caller keeps the plan."""
+        name = plan.module
+        worker, module = self.workers[name], self._modules[name]
+        self.workers[name] = plan
         if worker.attempt >= LOGS + 1:
             with contextlib.suppress(OSError):
                 self._run.log(name, worker.attempt - LOGS + 1).unlink()
@@ -204,7 +197,7 @@ class WorkerPool:
         module.state = "restarting"
         module.restarts += 1
         self._journal.event(
-            "worker_restarting", module=name, attempt=attempt, delay_s=delay_s, reason=reason
+            "worker_restarting", module=name, attempt=plan.attempt, delay_s=delay_s, reason=reason
         )
 
     def _forget(self, name: str) -> None:
@@ -239,7 +232,9 @@ class WorkerPool:
         # one number, by which the replicas of a head know what belongs to this start
         attempt = 1 + max(worker.attempt for worker in self.workers.values())
         for name in self._to_start(cut, self.replicas if counts is None else counts):
-            self.restart(name, delay_s, reason, resume=str(cut), attempt=attempt)
+            plan = self.workers[name].restarted(attempt, resume=str(cut))
+            self._plan_restart(plan, delay_s, reason)
+        self.keep_plan()  # once, for all: it names each worker
 
     def may_fall_back(self, name: str) -> bool:
         """Whether a module may start at an older cut: the user has not asked for this one."""
