@@ -19,6 +19,7 @@ from dni_runtime.errors import (
     DiskError,
     DivergedError,
     DniError,
+    StoppedError,
     UnansweredError,
 )
 from dni_runtime.plan.plan import LaunchPlan
@@ -252,7 +253,7 @@ class Supervisor:
 
     def _reap(self) -> None:
         ended = self._pool.reap()
-        torn = [name for name in ended if not self._complete(name)]
+        torn = [name for name in ended if not self._ended_as_told(name)]
         why = self._mover.look(torn, stopping=self._stop_reason is not None)
         if why is not None:
             self._stop(why, broken=True)
@@ -403,6 +404,15 @@ class Supervisor:
             self.state.restart_reason = None  # the run was over before
             return
         self._restart_all(0.0, reason, self._mover.room_for(self._scaler.look()))
+
+    def _ended_as_told(self, name: str) -> bool:
+        """Whether a worker's exit says nothing of its host, which may be lost otherwise.
+
+        While all stop, that is asked once: when the last one has exited.
+        """
+        stopped = self.state.modules[name].exit_code == StoppedError.exit_code
+        others = self._stopping and bool(self._pool.processes)
+        return (stopped and others) or self._complete(name)
 
     def _complete(self, name: str) -> bool:
         """Whether a worker that has exited reported that it had finished."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pytest
 
-from dni_runtime.errors import DataError, UnansweredError, UnavailableError
+from dni_runtime.errors import DataError, StoppedError, UnansweredError, UnavailableError
 from dni_runtime.files import write_json
 from dni_runtime.plan.plan import LaunchPlan, Need, WorkerPlan
 from dni_runtime.plan.restarts import RestartPlan
@@ -30,8 +31,10 @@ class FakeHosts:
         self.gone: set[str] = set()
         self.room = room
         self.resized = False
+        self.asked = 0  # times that it had to be found out at once
 
     def lost(self, hosts: Collection[str], *, at_once: bool) -> list[str]:
+        self.asked += at_once
         return sorted(self.gone & set(hosts))
 
     def place(self, workers: Sequence[WorkerPlan], worker: WorkerPlan) -> WorkerPlan:
@@ -97,6 +100,21 @@ def test_a_module_goes_on_elsewhere(
     assert (moved["module"], moved["from"], moved["to"]) == (name, node, "spare")
     (again,) = [event for event in events(record) if event["event"] == "worker_restarting"]
     assert (again["delay_s"], again["reason"]) == (0.0, f"node {node} is lost")
+
+
+def test_hosts_are_looked_for_once_when_all_stop(world: World, plan: LaunchPlan) -> None:
+    """Slurm is asked for them, which takes longer than a tick."""
+    hosts = FakeHosts()
+
+    def exits(process: FakeProcess) -> None:
+        after_s = {"bottom": 3, "middle": 2, "top": 1}[process.worker.module]
+        world.exits(world.now + after_s, **{process.worker.module: StoppedError.exit_code})
+
+    world.on_stop = dict.fromkeys(("bottom", "middle", "top"), exits)
+    stopped = supervisor(world, plan, hosts)
+    world.at.append((4, lambda: stopped.interrupt(signal.SIGTERM)))
+    assert stopped.run().phase == "stopped"
+    assert hosts.asked == 1
 
 
 @pytest.mark.parametrize("policy", ["on-failure", "never"])

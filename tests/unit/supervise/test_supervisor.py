@@ -365,7 +365,9 @@ def test_a_second_signal_kills(world: World, supervisor: Supervisor, record: Rec
     state = supervisor.run()
     assert (state.phase, state.exit_code) == ("stopped", 130)
     assert states(state) == ["stopped"] * 3
-    assert all(process.killed_at == pytest.approx(6, abs=TICK_S) for process in world.processes.values())
+    assert all(
+        process.killed_at == pytest.approx(6, abs=TICK_S) for process in world.processes.values()
+    )
     reasons = {event.get("reason") for event in events(record)}
     assert "second SIGINT received" in reasons
 
