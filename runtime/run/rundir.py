@@ -55,7 +55,7 @@ FOLDERS = (
 ENTRIES = frozenset({
     *FOLDERS, "keys", "leases", "tensorboard", "container",
     "run.json", "chain.yaml", "chain.json", "plan.json", "job.json", "job.sbatch", "state.json",
-    "events.jsonl", "end.json", "owner.json", "stop.json", "scale.json",
+    "events.jsonl", "told.json", "end.json", "owner.json", "stop.json", "scale.json",
 })  # fmt: skip
 """All that a run directory may hold: what else is in it is somebody's own."""
 
@@ -115,6 +115,11 @@ class RunDir:
     def beats(self, token: str) -> Path:
         """The heartbeat counter of the owner with this token."""
         return self.leases / f"{token}.beats"
+
+    @property
+    def told(self) -> Path:
+        """What the run's callbacks have been told."""
+        return self.root / "told.json"
 
     @property
     def events(self) -> Path:

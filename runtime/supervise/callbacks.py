@@ -81,8 +81,7 @@ class Callbacks:
         self, run: RunDir, record: RunRecord, callbacks: Sequence[Callback], started: StartedRun
     ) -> None:
         self._run, self._modules, self._callbacks = run, record.modules, callbacks
-        self._path = run.root / "told.json"
-        self._told = _Told.peek(self._path) or _Told()
+        self._told = _Told.peek(run.told) or _Told()
         self._lines = LineReader(run.metrics(tails_of(record.modules)[0]), parse_evaluation)
         self._calls: SimpleQueue[tuple[Callable[[Callback], None], _Told] | None] = SimpleQueue()
         self._failures: dict[str, str] = {}
@@ -150,7 +149,7 @@ class Callbacks:
                         self._failures[name] = str(error)
                         _record_failure(self._run, name, error)
             with contextlib.suppress(OSError):  # a full disk: they may be told again
-                told.write(self._path, durable=False)
+                told.write(self._run.told, durable=False)
 
 
 def _evaluation(line: EvaluationLine, callback: Callback) -> None:

@@ -50,7 +50,7 @@ def test_trackers_get_each_evaluation(site: Site, monkeypatch: pytest.MonkeyPatc
     run = Run.open(site.latest.root)
     curve = [(one.step, one.figures["accuracy"]) for one in run.status().evaluations]
     assert len(curve) == 3
-    with (site.latest.root / "evaluations.csv").open(newline="") as file:
+    with (site.folder / f"{site.latest.root.name}.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(int(row["step"]), float(row["accuracy"])) for row in rows] == curve
 
@@ -83,7 +83,7 @@ def test_a_resumed_run_tells_only_what_is_new(site: Site) -> None:
     site.wait_for_checkpoint()
     site.run("stop")
     site.run("resume")
-    with (site.latest.root / "evaluations.csv").open(newline="") as file:
+    with (site.folder / f"{site.latest.root.name}.csv").open(newline="") as file:
         epochs = [int(row["epoch"]) for row in csv.DictReader(file)]
     assert sorted(set(epochs)) == list(range(1, 41))
     assert len(epochs) - 40 <= 1  # one may have been on its way when the run was stopped
