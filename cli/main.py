@@ -65,8 +65,8 @@ GROUPS = {
         "prune": "dnictl.removal",
     },
     "Look at runs": {
-        "ps": "dnictl.runs",
-        "status": "dnictl.runs",
+        "ps": "dnictl.status",
+        "status": "dnictl.status",
         "logs": "dnictl.logs",
         "events": "dnictl.logs",
         "tensorboard": "dnictl.tensorboard",

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -23,18 +21,9 @@ from dnictl.options import (
     trust_option,
 )
 from dnictl.show import (
-    Column,
     answer,
     chain_line,
-    console,
     duration,
-    modules_table,
-    percent,
-    print_table,
-    printable,
-    quantity,
-    short_names,
-    state,
 )
 
 if TYPE_CHECKING:
@@ -43,140 +32,8 @@ if TYPE_CHECKING:
     from dni_runtime.run.documents.state import RunState
     from dni_runtime.supervise.start import Launch
 
-_MOST_SETTINGS = 8  # columns of a table
-
 WAIT_TIMEOUT = 124
 """Exit code of a wait that ran out of time, as in timeout(1)."""
-
-
-@click.command()
-@runs_option
-@click.option("--settings", "with_settings", is_flag=True,
-              help="Show settings that are not the same in all runs of a chain.")  # fmt: skip
-@json_option
-def ps(runs: Path, with_settings: bool, as_json: bool) -> None:
-    """List the runs, oldest first.
-
-    \b
-    Example:
-      dnictl ps --settings
-      dnictl ps --json | jq -r '.[-1].run'
-    """
-    from dni_runtime.api.run import runs_in
-    from dni_runtime.measure.figures import MetricsReader
-
-    listed = runs_in(runs)
-    rows = [MetricsReader(run.record, evaluations=1).read(its) for run, its in listed]
-    settings = _settings([run for run, _ in listed]) if with_settings else {}
-    if as_json:
-        print_json([
-            row.model_dump(exclude={"modules", "evaluations"})
-            | ({"settings": settings[row.path]} if with_settings else {})
-            for row in rows
-        ])  # fmt: skip
-        return
-    if not rows:
-        tell(f"no runs in {str(runs)!r}")
-        return
-    now = time.time()
-    columns: list[Column[RunFigures]] = [
-        Column("run"),
-        Column("state", text=state),
-        *_setting_columns(settings),
-        quantity("epoch", lambda row: f"{row.epoch or 0}/{row.epochs}"),
-        quantity("accuracy", text=percent),
-        quantity("age", lambda row: now - row.created, duration),
-        Column("backend"),
-    ]
-    print_table(columns, rows)
-    for row in rows:
-        if row.state == "stalled":
-            tell(printable(f"{row.run}: {row.error}"))
-
-
-def _settings(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Return the settings in which runs of one chain differ, by their directories."""
-    from dni_runtime.files import peek_json
-    from dni_runtime.spec.settings import differing
-
-    found = {}
-    for chain in {run.record.chain for run in runs}:
-        alike = [run for run in runs if run.record.chain == chain]
-        documents = [peek_json(run.directory.chain) for run in alike]
-        for run, settings in zip(alike, differing(documents), strict=True):
-            found[str(run.directory.root)] = settings
-    return found
-
-
-def _setting_columns(settings: Mapping[str, Mapping[str, Any]]) -> list[Column[RunFigures]]:
-    paths = list(dict.fromkeys(path for one in settings.values() for path in one))
-    if len(paths) > _MOST_SETTINGS:
-        tell(f"{len(paths) - _MOST_SETTINGS} more settings differ: see --json")
-    return [
-        quantity(path, partial(_setting, settings, path), title=title)
-        for path, title in zip(paths, short_names(paths), strict=True)
-    ][:_MOST_SETTINGS]
-
-
-def _setting(settings: Mapping[str, Mapping[str, Any]], path: str, row: RunFigures) -> Any:
-    return settings[row.path].get(path)
-
-
-@click.command()
-@run_argument
-@runs_option
-@click.option("--prometheus", is_flag=True, help="Print the figures in Prometheus' text format.")
-@json_option
-def status(run: str | None, runs: Path, prometheus: bool, as_json: bool) -> None:
-    """Show a run: its state, and the figures of each module.
-
-    \b
-    Example:
-      dnictl status
-      watch dnictl status
-    """
-    from dni_runtime.measure.figures import MetricsReader, prometheus_page
-
-    record = chosen_run(run, runs).record
-    figures = (MetricsReader(record) if as_json else MetricsReader(record, evaluations=1)).read()
-    if as_json:
-        print_json(figures.model_dump())
-        return
-    if prometheus:
-        click.echo(prometheus_page(figures), nl=False)
-        return
-    from rich.text import Text
-
-    to = console()
-    where = "" if figures.job is None else f"  job {figures.job}"
-    path = printable(f"  {figures.backend}{where}  {figures.path}")
-    to.print(Text.assemble((printable(figures.run), "bold"), path), soft_wrap=True)
-    to.print(state(figures.state), end=" ")
-    to.print(chain_line(figures), soft_wrap=True)
-    if figures.error:
-        to.print(Text(printable(figures.error), style="red"), soft_wrap=True)
-    to.print(modules_table(figures))
-    for module in figures.modules:
-        if module.diverged:
-            what, batch, times = module.diverged.what, module.diverged.batch, module.diverged.times
-            tell(
-                f"{module.module}: {printable(what)} is not finite at batch {batch} "
-                f"({times} times so far)"
-            )
-        if module.warning:
-            tell(f"{module.module}: {printable(module.warning)}")
-    if old := {module.module: module.age_s for module in figures.modules if module.age_s}:
-        tell(
-            f"{', '.join(old)}: these figures are {duration(max(old.values()))} old; newer ones "
-            "cannot be written (is the disk full?), or the worker does not respond"
-        )
-    if figures.state == "unsupervised":
-        tell(
-            "its supervisor is gone, its workers keep running; 'dnictl stop' stops them, "
-            "'dnictl resume' restarts the run with a supervisor"
-        )
-    if figures.state == "lost":
-        tell(f"its supervisor is gone; continue with 'dnictl resume {figures.run}'")
 
 
 @click.command()

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -25,6 +26,7 @@ from dni_runtime.run.cuts import sealed
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 from dni_runtime.worker.background import repeating
+from dnictl import status
 from dnictl.main import COMMANDS, Commands, cli, main
 from dnictl.runs import conclude
 from tests.unit.cli.conftest import Dnictl, WriteChain, ended
@@ -48,6 +50,26 @@ def test_ps_and_status(dnictl: Dnictl, record: Record) -> None:
     page = dnictl("status", "--prometheus").out
     assert 'dni_running{run="small-1",module="top"} ' in page
     assert page.endswith("\n")
+
+
+def test_status_until_the_end(
+    dnictl: Dnictl, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended(record, "running", 0)
+    naps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            ended(record, "finished", 0)
+
+    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=sleep))
+    out = dnictl("status", "--watch").out
+    assert naps == [2.0] * 3
+    assert out.count("running") == 3
+    assert out.count("finished") == 1
+    both = dnictl("status", "--watch", "--json")
+    assert (both.code, "leave out --json" in both.err) == (64, True)
 
 
 def test_figures_that_are_old(dnictl: Dnictl, record: Record) -> None:
