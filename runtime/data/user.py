@@ -3,41 +3,29 @@
 It is called twice, with ``train=True`` and with ``train=False``, or with the keywords of
 ``data.train`` and of ``data.evaluation``. The runtime chooses the order of samples, so that a
 restart yields the same batches.
-
-Shape suffixes: N samples of a split, B samples of a batch.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset
 
 from dni_runtime.data.imports import import_target, make
-from dni_runtime.data.source import Batch, Found, Half, Split, resolve
+from dni_runtime.data.rows import UserSplit, sample_of
+from dni_runtime.data.source import Found, Half, Split, resolve
 from dni_runtime.errors import DataError, DniError, SpecError
-from dni_runtime.packing import no_labels, pack, row_of
-from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
+from dni_runtime.packing import row_of
+from dni_runtime.spec import DataInfo, DataSpec
 from dni_runtime.spec.data import PATH
-from dni_runtime.wire import INPUTS_LIMIT
-
-LABELS = ("label", "labels")
-"""Usual keys of the label in rows that are dicts."""
 
 _PATHS = re.compile(r"(^|_)(root|path|folder|directory|dir|file)$")
 """Names of arguments that are paths: ``root``, ``img_dir``, ``annotations_file``."""
-
-_ONE_SHAPE = (
-    "all samples need one shape and one type, as links and gradient interfaces have a fixed size: "
-    "pad to one length in the data set or in 'data.collate' (not to the longest of each batch)"
-)
 
 
 def with_path(spec: DataSpec, base: Path) -> DataSpec:
@@ -100,12 +88,13 @@ def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
         _make(spec, target, arguments, needed=number == 0)
         for number, arguments in enumerate(_arguments(spec, base, path))
     )
+    splits = [UserSplit(spec, dataset, collate, half) for dataset in (train, evaluation)]
     with torch.random.fork_rng(devices=[]):
         before = torch.random.get_rng_state()
-        xs, ys, names = UserSplit(spec, train, collate, half).tensors(torch.tensor([0]))
+        xs, ys, names = splits[0].tensors(torch.tensor([0]))
         draws = not torch.equal(before, torch.random.get_rng_state())
-    sample, *further = map(_sample, xs)
-    labels = tuple(map(_sample, ys))
+    sample, *further = map(sample_of, xs)
+    labels = tuple(map(sample_of, ys))
     info = DataInfo(
         sample=sample,
         further=tuple(further),
@@ -113,8 +102,8 @@ def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
         label=row_of(labels),
         labels=labels if len(labels) > 1 else (),
         classes=_classes(train) if labels[0].dtype == "int64" and len(labels) == 1 else None,
-        train_samples=_length(train),
-        eval_samples=_length(evaluation),
+        train_samples=len(splits[0]),
+        eval_samples=len(splits[1]),
     )
 
     def load() -> tuple[Split, Split]:
@@ -124,227 +113,6 @@ def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
         )
 
     return Found(info, path, load)
-
-
-class Read(NamedTuple):
-    """Some samples, as a user's data set returns them."""
-
-    xs: tuple[Tensor, ...]  # each of the inputs, (B, …)
-    ys: tuple[Tensor, ...]  # each of the labels
-    names: tuple[str, ...]  # the inputs' keys, if rows are dicts
-
-
-class UserSplit(Split):
-    """Samples of a user's data set."""
-
-    slow: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        spec: DataSpec,
-        dataset: Dataset[Any],  # with ``__len__`` and ``__getitem__``
-        collate: Callable[[list[Any]], Any] | None = None,  # None: torch's own
-        half: Half | None = None,  # what each item is, if not a sample with its label
-        info: DataInfo | None = None,  # what each batch must have; None: no check
-        draws: bool = False,
-    ) -> None:
-        self._name, self._spec, self._dataset, self._info = spec.dataset, spec, dataset, info
-        self._collate, self._half, self.draws = collate, half, draws
-
-    def __len__(self) -> int:
-        return _length(self._dataset)
-
-    def batch(self, order_B: Tensor) -> Batch:
-        """Return the samples of these numbers.
-
-        Raises:
-            DataError: The data set fails, or returns other shapes or types than at first.
-        """
-        xs, ys, _ = self.tensors(order_B)
-        if self._info is not None:
-            self._check(self._info, xs, ys)
-        if len(ys) == 1:
-            return xs if len(xs) > 1 else xs[0], ys[0]
-        dtype = torch.float32 if any(y.is_floating_point() for y in ys) else torch.int64
-        return xs if len(xs) > 1 else xs[0], pack([y.to(dtype) for y in ys])
-
-    def classes(self) -> Tensor | None:
-        """Return each sample's class, if the data set tells without reading the samples."""
-        labels = getattr(self._dataset, "targets", None)  # of torchvision's
-        for key in self._spec.label or LABELS:
-            if labels is None and key in (getattr(self._dataset, "column_names", None) or ()):
-                labels = self._dataset[key][:]  # of Hugging Face's
-        try:
-            classes_N = torch.as_tensor(labels)
-        except (TypeError, ValueError, RuntimeError):
-            return None
-        whole = not classes_N.is_floating_point() and classes_N.shape == (len(self),)
-        return classes_N.to(torch.int64) if whole else None
-
-    def tensors(self, order_B: Tensor) -> Read:
-        """Return inputs and labels of these samples.
-
-        Raises:
-            DataError: The data set fails, or does not return samples with labels, as numbers.
-        """
-        order = order_B.tolist()
-        try:
-            # As in torch.utils.data.DataLoader: several at once if the data set supports it.
-            several = getattr(self._dataset, "__getitems__", None)
-            samples = several(order) if several else [self._dataset[index] for index in order]
-            if self._collate is None:
-                batch = default_collate([_numbers_in(row) for row in samples])
-            else:
-                batch = self._collate(samples)
-        except Exception as error:
-            shown = ", ".join(map(str, order[:4])) + (", …" if len(order) > 4 else "")
-            raise DataError(
-                f"data set {self._name!r} failed for samples {shown}: "
-                f"{type(error).__name__}: {error}",
-                hint=self._advice(str(error)),
-            ) from error
-        inputs, label = self._parts(batch, len(order))
-        names: tuple[str, ...] = ()
-        if isinstance(inputs, Mapping):
-            names = self._inputs(inputs)
-            inputs = tuple(inputs[name] for name in names)
-        xs = _numbers(self._name, "sample", inputs)
-        ys = _numbers(self._name, "label", label)
-        if len(xs) > INPUTS_LIMIT:
-            raise DataError(
-                f"data set {self._name!r} returns samples of {len(xs)} inputs",
-                hint=f"return from 1 to {INPUTS_LIMIT}",
-            )
-        return Read(xs, ys, names)
-
-    def _advice(self, error: str) -> str:
-        """Return what to do about an error in reading samples."""
-        if "equal size" in error:
-            return _ONE_SHAPE
-        if "PIL." in error:
-            return "give it a 'transform' that makes a tensor of an image, in 'data.args'"
-        collate = self._spec.collate
-        name = "torch.utils.data.default_collate" if collate is None else collate.name
-        return (
-            "try it alone: build the class, index it with each of these numbers and collate them "
-            f"with {name}"
-        )
-
-    def _parts(self, batch: Any, count: int) -> tuple[Any, Any]:
-        """Divide a batch into samples and labels; of one half of it the other one is empty."""
-        nothing = no_labels(count)
-        if self._half == "samples":
-            return batch, nothing
-        if isinstance(batch, Mapping):
-            keys = self._labels(batch)
-            rest = {key: value for key, value in batch.items() if key not in keys}
-            labels = tuple(batch[key] for key in keys)
-            return (nothing if self._half else rest), labels
-        if self._half == "labels":
-            return nothing, batch
-        if not isinstance(batch, list | tuple) or len(batch) < 2:
-            raise DataError(
-                f"data set {self._name!r} returns {_kind(batch)}, not (sample, label) pairs",
-                hint="return a sample and a label from __getitem__, or a dict with both",
-            )
-        *inputs, label = batch
-        return (tuple(inputs) if len(inputs) > 1 else inputs[0]), label
-
-    def _labels(self, batch: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the keys of the labels."""
-        keys = self._spec.label or tuple(key for key in LABELS if key in batch)
-        missing = [key for key in keys if key not in batch]
-        if missing or (not self._spec.label and len(keys) != 1):
-            what = f"no label {missing[0]!r}" if missing else "no label known"
-            raise DataError(
-                f"data set {self._name!r} returns dicts: there is {what} among their keys with "
-                f"numbers: {', '.join(map(repr, batch))}",
-                hint="name the label's key in 'data.label'",
-            )
-        return keys
-
-    def _inputs(self, samples: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the keys of the inputs: those named, else all that hold numbers."""
-        named = self._spec.inputs if self._info is None else self._info.names
-        names = named or tuple(key for key, x in samples.items() if isinstance(x, Tensor))
-        missing = [name for name in names if name not in samples]
-        if missing or not names:
-            what = f"no input {missing[0]!r}" if missing else "no input"
-            raise DataError(
-                f"data set {self._name!r} returns dicts: there is {what} among their keys with "
-                f"numbers: {', '.join(map(repr, samples))}",
-                hint="return tensors, NumPy arrays or numbers; 'data.inputs' names the inputs",
-            )
-        return names
-
-    def _check(self, info: DataInfo, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-        """Compare a batch with the first sample; refuse other shapes or types."""
-        wanted = {"sample": info.samples, "label": info.labels or (info.label,)}
-        for (what, expected), found in zip(wanted.items(), (xs, ys), strict=True):
-            if len(found) != len(expected):
-                parts = "inputs" if what == "sample" else "parts"
-                raise DataError(
-                    f"data set {self._name!r}: {what}s of {len(found)} {parts}, but the first had "
-                    f"{len(expected)}",
-                    hint=f"all {what}s need the same {parts}",
-                )
-            keys = [f" {name!r}" for name in info.names if what == "sample"] or [""] * len(found)
-            for key, one, first in zip(keys, map(_sample, found), expected, strict=True):
-                if one != first:
-                    raise DataError(
-                        f"data set {self._name!r}: {what}s{key} of {one}, but the first was "
-                        f"{first}",
-                        hint=_ONE_SHAPE,
-                    )
-
-
-def _sample(batch: Tensor) -> TensorSpec:
-    return TensorSpec(shape=tuple(batch.shape[1:]), dtype=_dtype_name(batch))
-
-
-def _length(dataset: Dataset[Any]) -> int:
-    return len(dataset)  # type: ignore[arg-type]  # _make() has seen its __len__
-
-
-def _numbers_in(row: Any) -> Any:
-    """Return a row in which dicts have their numbers alone, each value as one tensor.
-
-    ``default_collate`` would make a list of tensors of the lists of numbers in them.
-    """
-    if isinstance(row, tuple) and any(isinstance(part, Mapping) for part in row):
-        return tuple(map(_numbers_in, row))
-    if not isinstance(row, Mapping):
-        return row
-    numbers = {}
-    for key, value in row.items():
-        with suppress(TypeError, ValueError, RuntimeError):  # texts, images, nothing
-            numbers[key] = torch.as_tensor(value)
-    return numbers
-
-
-def _numbers(name: str, what: str, parts: Any) -> tuple[Tensor, ...]:
-    """Convert to float32 or int64, without a copy of what has that type."""
-    tensors = []
-    for part in parts if isinstance(parts, list | tuple) and parts else (parts,):
-        if not isinstance(part, Tensor) or part.is_complex():
-            raise DataError(
-                f"data set {name!r}: a {what} is {_kind(part)}, not numbers",
-                hint="return tensors, NumPy arrays or numbers",
-            )
-        tensors.append(part.to(torch.float32 if part.is_floating_point() else torch.int64))
-    return tuple(tensors)
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return f"a {type(value).__name__} of {len(value)}"
-    if isinstance(value, Tensor):
-        return f"a tensor of {_dtype_name(value)}"
-    return f"a {type(value).__name__}"
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _classes(dataset: object) -> int | None:
