@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from dni_runtime.measure.curves import Panel, draw_curves
 from dni_runtime.measure.figures import MetricsReader, RunFigures
@@ -51,7 +51,7 @@ def _display() -> Callable[[Figure], None] | None:
     shell = get_ipython()
     if shell is None or not hasattr(shell, "kernel"):
         return None
-    handle = display(display_id=True)
+    handle = cast("Any", display)(display_id=True)  # it has no types
 
     def show(figure: Figure) -> None:
         handle.update(figure)
