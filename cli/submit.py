@@ -31,6 +31,7 @@ from dnictl.options import (
     run_dir_option,
     runs_option,
     site_for,
+    tell,
     trust_option,
 )
 from dnictl.show import Column, percent, print_table, quantity
@@ -256,11 +257,18 @@ def job_request(
     else:
         with importing_from(prepared.base.absolute()):
             module_costs = estimated_costs(prepared.workers)
-    return make_request(
+    request = make_request(
         root, prepared, site_profile, python=sys.executable,
         python_path=os.environ.get("PYTHONPATH", ""), nodes=nodes, costs=module_costs,
         shapes=shapes,
     )  # fmt: skip
+    if request.idle_gpus:
+        tell(
+            f"all nodes of a job are alike: it gets {request.largest('gpus')} GPUs on each of "
+            f"{request.count} nodes, {request.idle_gpus} of them unused, which may be charged; "
+            "'placement' can bring modules with GPUs together, or spread them evenly"
+        )
+    return request
 
 
 def _checked(script: str, options: list[str]) -> str:

@@ -53,6 +53,11 @@ class JobRequest:
         return max(sum(int(getattr(need, what)) for need in there) for there in nodes)
 
     @property
+    def idle_gpus(self) -> int:
+        """GPUs that the job has and no module uses, since all its nodes are alike."""
+        return self.largest("gpus") * self.count - sum(need.gpus for need in self.needs)
+
+    @property
     def grace_s(self) -> int:
         """Seconds between the signal to stop and the job's time limit."""
         return math.ceil(self.stop_grace_s) + _LEAVE_S

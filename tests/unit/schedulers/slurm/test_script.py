@@ -94,6 +94,8 @@ def test_gpus_in_the_sites_style(style: str, job: str, of_step: str) -> None:
     assert of_step in options(needs[0])
     # without it a step inherits the job's GPUs
     assert "--gres=none" in options(needs[2])
+    assert request.idle_gpus == 0
+    assert replace(request, nodes=(0, 0, 1)).idle_gpus == 3, "the second node gets as many"
 
 
 def test_a_step_takes_its_share_and_no_more() -> None:
