@@ -10,9 +10,10 @@ import yaml
 from dni_runtime import __version__
 from dni_runtime.files import write_atomic
 from dni_runtime.measure.figures import MetricsReader
-from dni_runtime.run.cuts import read_document
+from dni_runtime.run.cuts import parts_of, read_document
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
+from dni_runtime.spec.replicas import tails_of
 
 _BEGINNING = "---\nlibrary_name: dni-runtime\n"
 """Of a card's metadata (Hugging Face Hub, "Model Cards"), by which one is known again."""
@@ -35,16 +36,23 @@ def write_card(record: Record, cut: int, file: Path, *, state_dict: bool = False
     if path.exists() and not path.read_text("utf-8", "replace").startswith(_BEGINNING):
         return
     chain, workers = record.specs()
-    epoch = read_document(record.run.checkpoint(cut, record.modules[-1])).get("epoch")
+    parts = [
+        read_document(record.run.checkpoint(cut, worker))
+        for worker in parts_of(record.run, cut, tails_of(record.modules))
+    ]
+    step, epoch = sum(part.get("step", 0) for part in parts), parts[0].get("epoch")
     evaluations = MetricsReader(record).read(RunState.read(record.run)).evaluations
-    figures = next((one.figures for one in evaluations if one.epoch == epoch), {})
+    figures = next((line.figures for line in evaluations if line.step == step), {})
     metadata = {"tags": ["pytorch", "dni-runtime"], "metrics": [*figures]}
     data = chain.data.model_dump(include={"dataset", "batch_size", "train_limit", "validation"})
     rows = {
         "run": f"{record.name}, checkpoint {cut}, in epoch {epoch} of {record.epochs}",
         "data": ", ".join(f"{name} {value}" for name, value in data.items() if value is not None),
         "loss": ", ".join(item.loss.name for item in chain.losses or ()) or chain.loss.name,
-        "evaluation": ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        "evaluation": ", ".join(
+            f"{name} {'not finite' if value is None else format(value, '.4g')}"
+            for name, value in figures.items()
+        )
         or "none of these weights",
         "trained with": f"dni-runtime {record.versions.dni_runtime}, "
         f"Python {record.versions.python}",

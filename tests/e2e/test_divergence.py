@@ -143,3 +143,4 @@ def test_a_checkpoint_that_is_not_finite_displaces_none_that_is(site: Site) -> N
     assert "--force" in refused
     assert not file.exists()
     assert not finite(weights(site, "--from", str(newest)))
+    assert "not finite" in (site.folder / "model.md").read_text()

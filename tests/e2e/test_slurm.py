@@ -191,7 +191,7 @@ def test_an_interface_that_a_node_lacks_is_named(dnictl: Dnictl) -> None:
     [
         (["--nodes", "4"], ["needs 4 nodes", "has 3 such nodes", "8 CPUs"]),
         (["--nodes", "2", "--partition", "gpu"], ["no partition 'gpu'", "main"]),
-        (["--nodes", "2", "--time", "soon"], ["Slurm refuses", "time"]),
+        (["--nodes", "2", "--time", "soon"], ["--time: 'soon' is not a time limit"]),
     ],
 )
 def test_the_impossible_is_refused_before_the_queue(
