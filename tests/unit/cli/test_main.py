@@ -98,7 +98,9 @@ def test_a_bug_leaves_a_traceback_in_a_file(
         raise RuntimeError("a bug\nof two lines")
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(importlib.import_module("dnictl.runs").ps, "callback", lambda **_: broken())
+    monkeypatch.setattr(
+        importlib.import_module("dnictl.status").ps, "callback", lambda **_: broken()
+    )
     with monkeypatch.context() as context:
         context.setattr("sys.argv", ["dnictl", "--debug", "ps"])
         result = dnictl("--debug", "ps")
@@ -117,7 +119,7 @@ def test_ctrl_c(dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("dnictl.runs").ps, "callback", interrupted)
+    monkeypatch.setattr(importlib.import_module("dnictl.status").ps, "callback", interrupted)
     assert dnictl("ps").code == 130
 
 
