@@ -69,4 +69,4 @@ def test_on_a_cluster(folder: Path) -> None:
 
 @pytest.mark.apptainer
 def test_in_containers(folder: Path, tool: Apptainer) -> None:
-    assert "training has finished" in shell(commands("In containers"), folder)
+    assert "finished after" in shell(commands("In containers"), folder)
