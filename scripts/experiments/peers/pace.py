@@ -20,6 +20,7 @@ from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.schedulers.processes import LocalStarter
 from dni_runtime.schedulers.runtimes import worker_argv
+from dni_runtime.spec import LinksSpec
 from dni_runtime.spec.replicas import tails_of
 from dni_runtime.supervise.journal import failure
 from dni_runtime.supervise.start import Launch
@@ -49,7 +50,9 @@ def run_until(
     enough: Callable[[RunDir], bool],  # asked a few times a second
 ) -> RunDir:
     """Train a chain until enough is known; raises ``DniError`` if it fails."""
-    planned = plan_run(prepared, StartSettings(root, "process"))
+    # Workers at the ends of a line have an interface that is checked there: it is not here.
+    written = prepared.written.model_copy(update={"links": LinksSpec()})
+    planned = plan_run(replace(prepared, written=written), StartSettings(root, "process"))
     run = planned.create()
     # restarts would be measured
     launch = Launch.of(run, replace(planned.plan, restart=RestartPlan()))
