@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from dni_runtime import Run
 from dni_runtime.image.apptainer import Apptainer
-from tests.e2e.test_readme import run as shell
+from tests.e2e.conftest import Dnictl
+from tests.e2e.test_readme import run as in_bash
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -30,6 +32,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), re.DOTALL):
         (folder / name).write_text(text)
     return folder
+
+
+def shell(commands: str, folder: Path) -> str:
+    """Run commands one after the other; ``dnictl`` is a fork of this process."""
+    shown = []
+    for line in commands.splitlines():
+        words = shlex.split(in_bash(f"printf '%q ' {line}", folder), comments=True)
+        if words[0] == "dnictl":
+            shown.append(Dnictl(folder).run(*words[1:]).stdout)
+        else:
+            shown.append(in_bash(line, folder))
+    return "\n\n".join(shown)
 
 
 def python(name: str, folder: Path) -> str:
