@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from dni_runtime.data.augment import find_augmentation
 from dni_runtime.data.images import PUBLISHED, find_digits, find_published
 from dni_runtime.data.npz import find_npz
-from dni_runtime.data.source import Batch, DataSource, Found, Half, Halves, Split, resolve, used
+from dni_runtime.data.source import DataSource, Found, resolve, used
+from dni_runtime.data.splits import Batch, Half, Halves, Split
 from dni_runtime.data.text import TextOptions, find_text
 from dni_runtime.data.user import find_user, with_path
 from dni_runtime.errors import DataError, SpecError

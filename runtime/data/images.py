@@ -31,7 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dni_runtime.data.source import Found, MemorySplit, resolve
+from dni_runtime.data.source import Found, resolve
+from dni_runtime.data.splits import MemorySplit
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
 

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dni_runtime.data.source import Found, Half, MemorySplit, resolve
+from dni_runtime.data.source import Found, resolve
+from dni_runtime.data.splits import Half, MemorySplit
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from dni_runtime.data.source import Batch, Half, Split
+from dni_runtime.data.splits import Batch, Half, Split
 from dni_runtime.errors import DataError
 from dni_runtime.packing import no_labels, pack
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec

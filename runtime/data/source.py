@@ -1,11 +1,10 @@
-"""Splits of a data set, and their batches in a reproducible order.
+"""A data set: its splits' batches in a reproducible order.
 
 Shape suffixes: N samples of a split, B samples of a batch.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,6 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -21,134 +19,12 @@ from torch import Tensor
 
 from dni_runtime.data.ahead import in_processes, in_thread
 from dni_runtime.data.augment import Augmentation, derived_seed, seeded
+from dni_runtime.data.splits import Batch, Split
 from dni_runtime.errors import DataError
-from dni_runtime.packing import no_labels
 from dni_runtime.spec import DataInfo, DataSpec
 from dni_runtime.wire import Rows
 
 logger = logging.getLogger(__name__)
-
-Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]
-"""Samples (B, …), float32 unless the data set holds integers, and labels (B, …), int64 or float32.
-
-Samples with several inputs are a tuple of tensors. All are new tensors without other references.
-Where one half is elsewhere, samples or labels are (B, 0).
-"""
-
-Half = Literal["samples", "labels"]
-"""What is read of a data set whose samples and labels have different owners."""
-
-
-class Split(Protocol):
-    """The training or the evaluation samples."""
-
-    slow: ClassVar[bool] = False  # loading a batch is so slow that reading ahead pays off
-    draws: bool = False  # loading a batch draws from torch's global generator
-    ordered: ClassVar[bool] = False  # neighbours overlap: parts of it are cut off, not drawn
-
-    def __len__(self) -> int:
-        """N, the number of samples."""
-        ...
-
-    def batch(self, order_B: Tensor) -> Batch:
-        """Return the samples of these numbers (int64, (B,)), in the order given."""
-        ...
-
-    def classes(self) -> Tensor | None:
-        """Return each sample's class, int64 (N,); None if it has none, or had to be read for it."""
-        return None
-
-    def in_epoch(self, rng: np.random.Generator) -> Split:
-        """Return the samples as one epoch uses them, possibly varied with ``rng``."""
-        return self
-
-    def held_out(self) -> Split:
-        """Return the samples as evaluations use those held out for validation."""
-        return self
-
-
-@dataclass(frozen=True)
-class MemorySplit(Split):
-    """Samples in memory.
-
-    8-bit images stay 8-bit and are normalised batch by batch: a quarter of the memory and loading
-    time of float32, and batches take no longer (gathering rows is memory-bound).
-    """
-
-    x: Tensor  # (N, …): uint8 images, or float32 or int64, which stay unchanged
-    y: Tensor  # (N, …), int64 or float32
-    # Subtracted from uint8 images, in their own units; broadcasts over a sample.
-    mean: Tensor | None = None
-    std: Tensor | None = None  # divisor of uint8 images after that
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def batch(self, order_B: Tensor) -> Batch:
-        """Return the samples of these numbers."""
-        x = self.x.index_select(0, order_B)
-        if x.dtype == torch.uint8:
-            x = x.to(torch.float32)
-            if self.mean is not None:
-                x.sub_(self.mean)
-            if self.std is not None:
-                x.div_(self.std)
-        return x, self.y.index_select(0, order_B)
-
-    def classes(self) -> Tensor | None:
-        """Return each sample's class."""
-        return self.y if self.y.dtype == torch.int64 and self.y.dim() == 1 else None
-
-
-@dataclass(frozen=True)
-class Halves(Split):
-    """Samples and labels with different owners: of two splits, of which one may be absent here."""
-
-    # Where they come from; None: there are none, and batches of them are ``[B, 0]``.
-    samples: Split | None
-    labels: Split | None  # likewise
-
-    @property
-    def slow(self) -> bool:  # type: ignore[override]  # of one class elsewhere
-        """Whether one of them is slow."""
-        return any(half.slow for half in self._there)
-
-    @property
-    def draws(self) -> bool:  # type: ignore[override]  # likewise
-        """Whether one of them draws."""
-        return any(half.draws for half in self._there)
-
-    @property
-    def ordered(self) -> bool:  # type: ignore[override]  # likewise
-        """Whether one of them is ordered."""
-        return any(half.ordered for half in self._there)
-
-    @property
-    def _there(self) -> list[Split]:
-        return [half for half in (self.samples, self.labels) if half is not None]
-
-    def __len__(self) -> int:
-        return len(self._there[0])
-
-    def batch(self, order_B: Tensor) -> Batch:
-        """Return the samples and labels of these numbers."""
-        nothing = no_labels(len(order_B))
-        x = nothing if self.samples is None else self.samples.batch(order_B)[0]
-        return x, nothing if self.labels is None else self.labels.batch(order_B)[1]
-
-    def classes(self) -> Tensor | None:
-        """Return each sample's class."""
-        return self._there[0].classes()
-
-    def in_epoch(self, rng: np.random.Generator) -> Halves:
-        """Return both as one epoch uses them, varied by the same random numbers."""
-        return Halves(
-            *(one and one.in_epoch(copy.deepcopy(rng)) for one in (self.samples, self.labels))
-        )
-
-    def held_out(self) -> Halves:
-        """Return both as evaluations use those held out for validation."""
-        return Halves(*(one and one.held_out() for one in (self.samples, self.labels)))
 
 
 @dataclass(frozen=True)

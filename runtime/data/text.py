@@ -16,7 +16,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from dni_runtime.data.source import Batch, Found, Split, resolve
+from dni_runtime.data.source import Found, resolve
+from dni_runtime.data.splits import Batch, Split
 from dni_runtime.errors import DataError
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
 from dni_runtime.spec.named import Frozen

@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from dni_runtime.data.imports import import_target, make
 from dni_runtime.data.rows import UserSplit, sample_of
-from dni_runtime.data.source import Found, Half, Split, resolve
+from dni_runtime.data.source import Found, resolve
+from dni_runtime.data.splits import Half, Split
 from dni_runtime.errors import DataError, DniError, SpecError
 from dni_runtime.packing import row_of
 from dni_runtime.spec import DataInfo, DataSpec

@@ -20,7 +20,7 @@ from dni_runtime.core.evaluation import EvaluationSums
 from dni_runtime.core.forward import as_inputs
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.data import Batch, open_data
-from dni_runtime.data.source import Halves, MemorySplit, Split
+from dni_runtime.data.splits import Halves, MemorySplit, Split
 from dni_runtime.errors import DataError, DniError, SpecError
 from dni_runtime.network.source import first_line, guilty_line
 from dni_runtime.resolve.resolve import parameter_counts

@@ -13,7 +13,7 @@ from dni_runtime.core.chain import parts_of
 from dni_runtime.core.forward import Inputs
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.data import DataSource
-from dni_runtime.data.source import Batch
+from dni_runtime.data.splits import Batch
 from dni_runtime.spec import HeadRole
 from dni_runtime.wire import Mark, Mode, Part, Rows
 

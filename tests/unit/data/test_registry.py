@@ -10,7 +10,8 @@ import torch
 from pydantic import Field
 
 from dni_runtime.data import DATASETS, DataSet, describe, open_data, with_defaults
-from dni_runtime.data.source import Found, MemorySplit
+from dni_runtime.data.source import Found
+from dni_runtime.data.splits import MemorySplit
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import DataInfo, DataSpec
 from dni_runtime.spec.named import Frozen

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from dni_runtime.data import DataSource, describe, open_data
-from dni_runtime.data.source import MemorySplit
+from dni_runtime.data.splits import MemorySplit
 from dni_runtime.errors import DataError
 from dni_runtime.spec import DataInfo, DataSpec
 from tests.specs import float32, int64

@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dni_runtime.data import describe, locate, open_data, with_defaults
-from dni_runtime.data.source import Batch, DataSource
+from dni_runtime.data.source import DataSource
+from dni_runtime.data.splits import Batch
 from dni_runtime.data.text import STDLIB_BYTES, TextSplit
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import DataInfo, DataSpec
