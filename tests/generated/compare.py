@@ -61,6 +61,7 @@ REASONS: dict[str, set[str]] = {
     "which was made at run time": {"weight-norm-bare"},
     "can be cut in 0 places": set(),
     "tied weights of types float32, float64 pass": {"doubled"},
+    "tied weights of types complex64, float32 pass": {"spectrum"},
 }
 """Why a case may be refused, and the elements (one of them) that are refused so."""
 
