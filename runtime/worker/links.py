@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from dni_runtime.errors import UsageError
@@ -16,12 +17,25 @@ from dni_runtime.spec import EdgeSpec, LinksSpec, WorkerSpec
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
+from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours, publish
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.start import WorkerStart
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a worker, and what it needs in any role."""
+
+    options: WorkerStart
+    spec: WorkerSpec
+    run: RunDir
+    metrics: MetricsWriter
+    stop: StopRequest
+    keys: RunKeys
 
 
 class WorkerLinks:
@@ -32,17 +46,10 @@ class WorkerLinks:
     still send decides what it can send on.
     """
 
-    def __init__(
-        self,
-        options: WorkerStart,
-        spec: WorkerSpec,
-        run: RunDir,
-        keys: RunKeys,
-        stop: StopRequest,
-        start: Start,
-    ) -> None:
+    def __init__(self, attempt: Attempt, start: Start) -> None:
+        options, spec, run = attempt.options, attempt.spec, attempt.run
         self._options, self._spec, self._run = options, spec, run
-        self._keys, self._stop, self._start = keys, stop, start
+        self._keys, self._start = attempt.keys, start
         record = RunRecord.load(run.record)
         self._name = run.root.name if record is None else record.name
         self.neighbours = Neighbours(
@@ -50,7 +57,7 @@ class WorkerLinks:
             run,
             address=options.connect,
             again=start.again,
-            stop=stop,
+            stop=attempt.stop,
             since=options.first or 0,
         )
         self._listening: list[tuple[InputLink, EdgeSpec]] = []

@@ -27,7 +27,7 @@ from dni_runtime.worker import checkpoint
 from dni_runtime.worker.device import choose_device
 from dni_runtime.worker.exchange import Exchange, exchange_spec
 from dni_runtime.worker.labels import Labels
-from dni_runtime.worker.links import WorkerLinks, link_settings
+from dni_runtime.worker.links import Attempt, WorkerLinks, link_settings
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import withdraw
 from dni_runtime.worker.options import load_spec
@@ -70,7 +70,7 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
                 metrics.warn(warning)
             torch.set_num_threads(spec.cpus)
             role = Worker if spec.trained is None else Predictor
-            outcome = role(options, spec, run, metrics, stop, keys).live()
+            outcome = role(Attempt(options, spec, run, metrics, stop, keys)).live()
     except BaseException as error:
         stopped = isinstance(error, StoppedError)
         metrics.set_state("stopped" if stopped else "failed", error)
@@ -122,20 +122,10 @@ class Worker:
     =========  ===============================================================
     """
 
-    def __init__(
-        self,
-        options: WorkerStart,
-        spec: WorkerSpec,
-        run: RunDir,
-        metrics: MetricsWriter,
-        stop: StopRequest,
-        keys: RunKeys,
-    ) -> None:
-        self._options = options
-        self._spec = spec
-        self._run = run
-        self._metrics = metrics
-        self._stop = stop
+    def __init__(self, attempt: Attempt) -> None:
+        options, spec, run, metrics = attempt.options, attempt.spec, attempt.run, attempt.metrics
+        self._options, self._spec, self._run = options, spec, run
+        self._metrics, self._stop = metrics, attempt.stop
         self._device = choose_device(spec)
         self._step = ModuleStep(spec, self._device)
         torch.set_rng_state(self._step.random_state)
@@ -143,16 +133,21 @@ class Worker:
         # A manual start has no record: the modules are those that were served here.
         served = (file.stem for file in run.worker("x").parent.glob("*.json"))
         self._chain = sorted(served) if record is None else list(record.modules)
-        attempt, first = options.attempt, options.first
         self._start, self._ledger = begin(
-            options.resume, spec, run, self._step, self._chain, attempt=attempt, first=first
+            options.resume,
+            spec,
+            run,
+            self._step,
+            self._chain,
+            attempt=options.attempt,
+            first=options.first,
         )
         if options.by_rank:
             self._start.begun = start_of(spec, options.start)
         metrics.progress = self._ledger.progress
         # on the CPU, where the labels are
         self._loss = ChainLoss(spec.loss, spec.prediction, spec.label)
-        self._links = WorkerLinks(options, spec, run, keys, stop, self._start)
+        self._links = WorkerLinks(attempt, self._start)
 
     def live(self) -> Stage:
         """Meet the neighbours, then train until the end of the stream; return how it ended."""

@@ -16,19 +16,13 @@ import zmq
 from dni_runtime.core.forward import ModuleForward
 from dni_runtime.garbage import collect_as_usual
 from dni_runtime.link import Batch
-from dni_runtime.run.keys import RunKeys
-from dni_runtime.run.rundir import RunDir
-from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.device import Copies, choose_device
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.farewell import POLL_MS
 from dni_runtime.worker.join import Join
-from dni_runtime.worker.links import WorkerLinks
-from dni_runtime.worker.metrics import MetricsWriter
+from dni_runtime.worker.links import Attempt, WorkerLinks
 from dni_runtime.worker.resume import OWN, Start
 from dni_runtime.worker.server import Stage
-from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.start import WorkerStart
 
 log = logging.getLogger(__name__)
 
@@ -36,25 +30,18 @@ log = logging.getLogger(__name__)
 class Predictor:
     """One attempt of a module that predicts, until it is told to stop: :meth:`live`."""
 
-    def __init__(
-        self,
-        options: WorkerStart,
-        spec: WorkerSpec,
-        run: RunDir,
-        metrics: MetricsWriter,
-        stop: StopRequest,
-        keys: RunKeys,
-    ) -> None:
-        self._metrics, self._stop = metrics, stop
+    def __init__(self, attempt: Attempt) -> None:
+        spec = attempt.spec
+        self._metrics, self._stop = attempt.metrics, attempt.stop
         device = choose_device(spec)
         self._module = ModuleForward(spec, device)
         torch.set_rng_state(self._module.random_state)
         if spec.initial:
-            self._module.load_initial(run.initial(spec.module))
+            self._module.load_initial(attempt.run.initial(spec.module))
         self._copies = Copies(device)
         self._acked = 0
-        start = Start(again=options.resume == OWN)
-        self._links = WorkerLinks(options, spec, run, keys, stop, start)
+        start = Start(again=attempt.options.resume == OWN)
+        self._links = WorkerLinks(attempt, start)
 
     def live(self) -> Stage:
         """Meet the neighbours, then answer until told to stop."""

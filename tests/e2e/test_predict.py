@@ -24,7 +24,8 @@ from dni_runtime.spec.load import parse_chain
 from dni_runtime.spec.predicting import FRONT, predicting
 from dni_runtime.spec.replicas import modules_of
 from dni_runtime.wire import Mode
-from dni_runtime.worker.links import WorkerLinks
+from dni_runtime.worker.links import Attempt, WorkerLinks
+from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.start import WorkerStart
@@ -84,7 +85,9 @@ class Served(Chain):
         self.start()
         options = WorkerStart(run=str(root), module=FRONT, attempt=1)
         keys, self.stop = RunKeys(self.run, FRONT), StopRequest()
-        self.links = WorkerLinks(options, self.front, self.run, keys, self.stop, Start())
+        metrics = MetricsWriter(self.run, self.front, 1)
+        attempt = Attempt(options, self.front, self.run, metrics, self.stop, keys)
+        self.links = WorkerLinks(attempt, Start())
         self.links.listen()
         assert self.links.meet()
         self.sent = 0
