@@ -74,6 +74,7 @@ GROUPS = {
     "Use and measure": {
         "export": "dnictl.runs",
         "predict": "dnictl.predict",
+        "exits": "dnictl.exits",
         "bench": "dnictl.measure",
         "compare": "dnictl.measure",
         "reference": "dnictl.measure",

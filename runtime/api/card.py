@@ -11,6 +11,7 @@ from dni_runtime import __version__
 from dni_runtime.files import write_atomic
 from dni_runtime.measure.figures import MetricsReader
 from dni_runtime.run.cuts import parts_of, read_document
+from dni_runtime.run.documents.exits import Exits
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 from dni_runtime.spec.replicas import tails_of
@@ -31,7 +32,14 @@ _LOADING_WEIGHTS = {
 
 
 def write_card(record: Record, cut: int, file: Path, *, state_dict: bool = False) -> None:
-    """Write ``FILE.md`` beside an exported file, unless somebody else's file is there."""
+    """Write ``FILE.md`` beside an exported file, unless somebody else's file is there.
+
+    If the early exits of this checkpoint have been measured, ``FILE.exits.json`` says so.
+    """
+    exits = Exits.load(record.run.exits)
+    if exits is not None and exits.checkpoint == cut:
+        content = exits.model_dump_json(indent=1) + "\n"
+        write_atomic(file.with_suffix(".exits.json"), content, mode=0o644)
     path = file.with_suffix(".md")
     if path.exists() and not path.read_text("utf-8", "replace").startswith(_BEGINNING):
         return

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,10 +18,11 @@ from dni_runtime.spec.replicas import replicas_of
 if TYPE_CHECKING:  # torch takes a while to import
     from torch import Tensor, nn
 
-    from dni_runtime.core.forward import Inputs
-    from dni_runtime.data import Batch
+    from dni_runtime.core.forward import ModuleForward
+    from dni_runtime.data import Batch, DataSource
     from dni_runtime.measure.predictions import Metrics, Predictions
-    from dni_runtime.spec import DataSpec, WorkerSpec
+    from dni_runtime.run.documents.exits import Exits
+    from dni_runtime.spec import DataSpec
 
 Data: TypeAlias = str | Path | Mapping[str, Any]
 """A data set by name or import path, a path, or keys of the chain's ``data``."""
@@ -75,7 +77,8 @@ class Checkpointed:
     ) -> None:
         """Write the trained network to one file, which :func:`dni_runtime.load` reads.
 
-        A model card, ``FILE.md``, is written beside it.
+        A model card, ``FILE.md``, is written beside it, and ``FILE.exits.json`` if :meth:`exits`
+        has measured this checkpoint.
 
         Args:
             output: ``.safetensors``, ``.pt2`` or ``.onnx``; ``.safetensors`` or ``.pt`` of a state
@@ -179,19 +182,21 @@ class Checkpointed:
         Raises:
             DniError: As :meth:`choose_cut`; or the data cannot be read here.
         """
+        from dni_runtime.core.chain import predict
         from dni_runtime.core.evaluation import evaluate
         from dni_runtime.core.losses import ChainLoss
         from dni_runtime.core.metrics import check_metrics
         from dni_runtime.measure.predictions import parse_metrics
 
-        with self._network(cut, data) as (network, batches, tail):
+        with self._network(cut, data) as (modules, source):
+            tail = modules[-1].spec
             if metrics is not None and tail.tail is not None:
                 chosen = parse_metrics(metrics)
                 loss = ChainLoss(tail.loss, tail.prediction, tail.label)
                 check_metrics(chosen, loss, tail.prediction, tail.label)
                 role = tail.tail.model_copy(update={"metrics": chosen})
                 tail = tail.model_copy(update={"tail": role})
-            return evaluate(network, batches, tail)
+            return evaluate(partial(predict, modules), _batches(source), tail)
 
     def predict(self, data: Data | None = None, cut: int | None = None) -> Predictions:
         """The trained network's outputs on the test set, else the evaluation samples.
@@ -204,18 +209,53 @@ class Checkpointed:
         Raises:
             DniError: As :meth:`choose_cut`; or the data cannot be read here.
         """
+        from dni_runtime.core.chain import predict
         from dni_runtime.measure.predictions import Predictions
 
-        with self._network(cut, data) as (network, batches, tail):
+        with self._network(cut, data) as (modules, source):
+            tail = modules[-1].spec
             metrics = () if tail.tail is None else tail.tail.metrics
-            return Predictions.of(network, batches, tail.loss, metrics)
+            network = partial(predict, modules)
+            return Predictions.of(network, _batches(source), tail.loss, metrics)
+
+    def exits(
+        self,
+        cut: int | None = None,
+        *,
+        points: float = 0.5,
+        confidence: float | None = None,
+        retrain: bool = False,
+    ) -> Exits:
+        """Measure the early exits, choose who leaves where, and write that into the run.
+
+        Args:
+            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+            points: Points of accuracy that early answers may lose.
+            confidence: The top probability at which samples leave, instead of ``points``.
+            retrain: Whether to fit new early heads to the finished modules.
+
+        Raises:
+            UsageError: The chain does not classify samples, or has no early head.
+            DniError: As :meth:`choose_cut`; or the data cannot be read here.
+        """
+        from dni_runtime.measure.exits import ChainExits
+
+        cut = self.choose_cut()[0] if cut is None else cut
+        with self._network(cut, None) as (modules, source):
+            exits = ChainExits(self.directory, cut, modules)
+            if retrain:
+                exits.fit(source)
+            else:
+                exits.load(self._states_of(cut))
+            document = exits.measure(source, points, confidence)
+        exits.write(document)
+        return document
 
     @contextmanager
     def _network(
         self, cut: int | None, data: Data | None
-    ) -> Iterator[tuple[Callable[[Inputs], Tensor], Iterator[Batch], WorkerSpec]]:
-        """Give the whole network, batches of the data, and the tail's spec."""
-        from dni_runtime.core.chain import predict
+    ) -> Iterator[tuple[Sequence[ModuleForward], DataSource]]:
+        """Give the modules with their trained weights, and the data."""
         from dni_runtime.core.export import load_trained
         from dni_runtime.core.forward import ModuleForward
         from dni_runtime.plan.prepare import importing_from
@@ -228,8 +268,7 @@ class Checkpointed:
             for module in modules:
                 load_trained(module.layers, module.spec, states)
             own = chain.data.at(self.record.data).of_replica(1)
-            batches = evaluation_batches(data, own, sources, seed=chain.seed)
-            yield lambda x: predict(modules, x), batches, workers[-1]
+            yield modules, evaluation_data(data, own, sources, seed=chain.seed)
 
     def _states_of(self, cut: int) -> dict[str, Path]:
         return {  # replicas are the same at a checkpoint
@@ -238,10 +277,15 @@ class Checkpointed:
         }
 
 
-def evaluation_batches(
+def _batches(source: DataSource) -> Iterator[Batch]:
+    """Return the batches of the test set, else of the evaluation samples."""
+    return source.test_batches() if source.has_test else source.eval_batches()
+
+
+def evaluation_data(
     data: Data | None, own: DataSpec | None, sources: Path, *, seed: int = 0
-) -> Iterator[Batch]:
-    """Open the test set, else the evaluation samples, of a data set.
+) -> DataSource:
+    """Open a data set whose evaluation samples are wanted.
 
     ``own`` is the chain's, from which keys are taken that ``data`` leaves out. Paths start in the
     working directory, imports in ``sources``.
@@ -264,8 +308,7 @@ def evaluation_batches(
             spec = spec.model_copy(update={"labels": LabelsSpec(dataset=spec.dataset)})
     if spec is None:
         raise UsageError("no data is named", hint="--data '{dataset: npz, path: FILE}'")
-    source = open_data(spec, sources, seed=seed, half=half)
-    return source.test_batches() if source.has_test else source.eval_batches()
+    return open_data(spec, sources, seed=seed, half=half)
 
 
 def _other_data(data: Mapping[str, Any], own: DataSpec | None) -> DataSpec:
@@ -299,6 +342,6 @@ def predict_model(file: Path, data: Data | None, *, trust: bool = False) -> Pred
 
     with importing_from(Path.cwd()):
         model = load_model(file, trust=trust)
-        batches = evaluation_batches(data, None, Path.cwd())
+        batches = _batches(evaluation_data(data, None, Path.cwd()))
         loss = Choice(name="CrossEntropyLoss")
         return Predictions.of(lambda x: model(*as_inputs(x)), batches, loss)

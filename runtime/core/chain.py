@@ -165,10 +165,17 @@ def inputs_of(
 
 def predict(modules: Sequence[ModuleForward], x: Inputs, down: Carry = _unchanged) -> Tensor:
     """Return the output of modules, head first, in eval mode."""
+    return activations(modules, x, down)[-1]
+
+
+def activations(
+    modules: Sequence[ModuleForward], x: Inputs, down: Carry = _unchanged
+) -> list[Tensor]:
+    """Return the output of each module, head first, in eval mode."""
     workers, outputs = [module.spec for module in modules], list[Tensor]()
     for index, module in enumerate(modules):
         outputs.append(module.evaluate(inputs_of(workers, index, outputs, as_inputs(x), down)))
-    return outputs[-1]
+    return outputs
 
 
 def parts_of(

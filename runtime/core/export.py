@@ -87,8 +87,8 @@ def load_trained(layers: nn.Module, worker: WorkerSpec, states: Mapping[str, Pat
 def trained_tensors(worker: WorkerSpec, states: Mapping[str, Path]) -> dict[str, Tensor]:
     """Return the tensors of a module's layers: their average, if the chain keeps one."""
     # A module without trained weights keeps no average.
-    tensors = {} if worker.ema is None else _read(states[worker.module], AVERAGE_PREFIX)
-    return tensors or _read(states[worker.module], LAYERS_PREFIX)
+    tensors = {} if worker.ema is None else read_tensors(states[worker.module], AVERAGE_PREFIX)
+    return tensors or read_tensors(states[worker.module], LAYERS_PREFIX)
 
 
 def _inputs(worker: WorkerSpec, workers: Sequence[WorkerSpec]) -> list[str]:
@@ -223,7 +223,7 @@ def load_model(path: str | os.PathLike[str], *, trust: bool = False) -> nn.Modul
         raise DataError(
             f"{str(file)!r} was not written by 'dnictl export': {error}",
         ) from None
-    tensors = _read(file, "")
+    tensors = read_tensors(file, "")
     try:
         with trusting(trust):
             if not trust:
@@ -263,7 +263,7 @@ def _check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name!r} has shape {list(value.shape)} and is {there}")
 
 
-def _read(file: Path, prefix: str) -> dict[str, Tensor]:
+def read_tensors(file: Path, prefix: str) -> dict[str, Tensor]:
     try:
         with pinned(file) as name, safe_open(name, framework="pt") as reader:
             keys: list[Any] = [key for key in reader.keys() if key.startswith(prefix)]  # noqa: SIM118

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dni_runtime.errors import UnavailableError
+from dni_runtime.errors import UnavailableError, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,6 +72,14 @@ def draw_matrix(counts: Sequence[Sequence[int]]) -> Figure:
             text = str(counts[row][column])
             axes.text(column, row, text, color=colour, fontsize="small", ha="center", va="center")
     return figure
+
+
+def save_figure(figure: Figure, file: Path) -> None:
+    """Write a figure to a file, in the format of the file's ending."""
+    try:
+        figure.savefig(file, dpi=120)
+    except ValueError as error:  # matplotlib knows no such format
+        raise UsageError(f"{str(file)!r} cannot be drawn: {error}") from None
 
 
 def _figure(width: float, height: float) -> Figure:

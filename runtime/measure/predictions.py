@@ -113,11 +113,9 @@ class Predictions:
 
     def draw(self, file: Path) -> None:
         """Write this figure to a file."""
-        figure = self.plot()
-        try:
-            figure.savefig(file, dpi=120)
-        except ValueError as error:  # matplotlib knows no such format
-            raise UsageError(f"{str(file)!r} cannot be drawn: {error}") from None
+        from dni_runtime.measure.curves import save_figure
+
+        save_figure(self.plot(), file)
 
     def save(self, file: Path | str) -> None:
         """Write ``outputs`` and, if there are any, ``labels`` to a NumPy ``.npz`` file."""

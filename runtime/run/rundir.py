@@ -22,6 +22,8 @@
       metrics/MODULE.jsonl          what a worker measured: the whole curve
       tensorboard/MODULE/           the same as event files, on request
       initial/MODULE.safetensors    a module's initial weights, if the chain specifies any
+      exits/exits.json              early exits: figures, and who leaves where
+      exits/MODULE.safetensors      a module's early head
       checkpoints/ID/MODULE.*       consistent cuts, by position in the stream
       checkpoints/best.json         which checkpoint is the best, if the chain selects one
       snapshots/MODULE.safetensors  a module's own newest state, for its restart
@@ -53,7 +55,7 @@ FOLDERS = (
 )
 
 ENTRIES = frozenset({
-    *FOLDERS, "keys", "leases", "tensorboard", "container",
+    *FOLDERS, "keys", "leases", "tensorboard", "container", "exits",
     "run.json", "chain.yaml", "chain.json", "plan.json", "job.json", "job.sbatch", "state.json",
     "events.jsonl", "told.json", "end.json", "owner.json", "stop.json", "scale.json",
 })  # fmt: skip
@@ -139,6 +141,13 @@ class RunDir:
 
     def initial(self, module: str) -> Path:
         return self.root / "initial" / f"{module}.safetensors"
+
+    @property
+    def exits(self) -> Path:
+        return self.root / "exits" / "exits.json"
+
+    def exit_head(self, module: str) -> Path:
+        return self.root / "exits" / f"{module}.safetensors"
 
     @property
     def checkpoints(self) -> Path:

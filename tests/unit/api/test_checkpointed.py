@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dni_runtime.api.checkpointed import Checkpointed, check_ending, evaluation_batches
+from dni_runtime.api.checkpointed import Checkpointed, check_ending, evaluation_data
 from dni_runtime.core import training
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.evaluation import evaluate
@@ -118,7 +118,7 @@ def test_other_rows_are_read_by_the_same_keys(
         {"dataset": "its:rows", "train": {}, "evaluation": {}, "inputs": ["x"], "label": "y"}
     )
     other = {"dataset": "otherrows:rows", "train": {"root": "here"}, "evaluation": {"root": "here"}}
-    ((x, y),) = evaluation_batches(other, chains, tmp_path)
+    ((x, y),) = evaluation_data(other, chains, tmp_path).eval_batches()
     assert torch.as_tensor(x).tolist() == [[0, 0], [1, -1], [2, -2]]
     assert y.tolist() == [0, 1, 0]
     sys.modules.pop("otherrows")
