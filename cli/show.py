@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dni_runtime.measure.figures import ModuleFigures, RunFigures
-    from dni_runtime.run.documents.metrics import Evaluation, Figure
+    from dni_runtime.run.documents.figures import Figure
+    from dni_runtime.run.documents.metrics import Evaluation
 
 Row = TypeVar("Row")
 _WIDE = 400
@@ -190,7 +191,7 @@ def modules_table(figures: RunFigures) -> Table:
     Counters are shown if a module has counted something.
     """
     from dni_runtime.measure.figures import ModuleFigures
-    from dni_runtime.run.documents.metrics import figures_of
+    from dni_runtime.run.documents.figures import figures_of
     from dni_runtime.spec.replicas import tails_of
 
     modules = figures.modules

@@ -8,14 +8,12 @@ from typing import Any, Literal
 
 from dni_runtime.files import written_lately
 from dni_runtime.run.documents.base import Document
+from dni_runtime.run.documents.figures import counter, families, family, gauge, page
 from dni_runtime.run.documents.metrics import (
     EVAL,
     Evaluation,
     EvaluationLine,
     TrainingFigures,
-    counter,
-    figures_of,
-    gauge,
     parse_evaluation,
 )
 from dni_runtime.run.documents.records import JobRecord
@@ -224,41 +222,15 @@ def _rate(tails: Sequence[Report], name: Literal["batches_per_s", "samples_per_s
 
 
 def prometheus_page(run: RunFigures) -> str:
-    """Return a run's newest figures in Prometheus' text format.
-
-    Source: "Exposition formats" in Prometheus' documentation, version 0.0.4.
-    """
-    running = [
-        ({"module": module.module}, int(module.state == "running")) for module in run.modules
-    ]
+    """Return a run's newest figures in Prometheus' text format."""
+    modules = [({"run": run.run, "module": module.module}, module) for module in run.modules]
+    running = [(labels, int(module.state == "running")) for labels, module in modules]
     evaluation = run.evaluations[-1].figures if run.evaluations else {}
-    metrics = [({"metric": name}, value) for name, value in evaluation.items()]
-    lines = _family(run, "running", "gauge", "whether the module's worker runs", running)
-    lines += _family(run, "evaluation", "gauge", "newest evaluation of the chain", metrics)
-    for figure in figures_of(ModuleFigures):
-        points = []
-        for module in run.modules:
-            labels, value = {"module": module.module}, getattr(module, figure.name)
-            if isinstance(value, dict):
-                points += [({**labels, "reason": reason}, part) for reason, part in value.items()]
-            else:
-                points.append((labels, value))
-        lines += _family(run, figure.name, figure.kind, figure.help, points)
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _family(
-    run: RunFigures, name: str, kind: str, help: str, points: list[tuple[dict[str, str], Any]]
-) -> list[str]:
-    name = f"dni_{name}_total" if kind == "counter" else f"dni_{name}"
-    lines = [f"# HELP {name} {help}", f"# TYPE {name} {kind}"]
-    for labels, value in points:
-        if value is not None:
-            pairs = {"run": run.run, **labels}.items()
-            text = ",".join(f'{key}="{_escaped(label)}"' for key, label in pairs)
-            lines.append(f"{name}{{{text}}} {value}")
-    return lines if len(lines) > 2 else []
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    metrics = [({"run": run.run, "metric": name}, value) for name, value in evaluation.items()]
+    return page(
+        [
+            family("running", "gauge", "whether the module's worker runs", running),
+            family("evaluation", "gauge", "newest evaluation of the chain", metrics),
+            *families(modules),
+        ]
+    )

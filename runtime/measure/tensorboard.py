@@ -17,7 +17,8 @@ from typing import Any
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.files import locked
 from dni_runtime.run.documents.base import Document
-from dni_runtime.run.documents.metrics import EvaluationLine, MetricsLine, figures_of, parse_line
+from dni_runtime.run.documents.figures import figures_of
+from dni_runtime.run.documents.metrics import EvaluationLine, MetricsLine, parse_line
 from dni_runtime.run.lines import LineReader
 from dni_runtime.run.record import Record
 from dni_runtime.spec.replicas import tails_of

@@ -21,6 +21,7 @@ from dni_runtime.core.counters import Mean, StepCounters
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError, DniError
 from dni_runtime.link import LinkCounters
+from dni_runtime.run.documents.figures import figures_of
 from dni_runtime.run.documents.metrics import (
     EpochLine,
     Evaluation,
@@ -29,7 +30,6 @@ from dni_runtime.run.documents.metrics import (
     StartLine,
     TrainingFigures,
     TrainLine,
-    figures_of,
 )
 from dni_runtime.run.documents.reports import DivergedValue, Report, WorkerPhase
 from dni_runtime.run.documents.state import process_birth

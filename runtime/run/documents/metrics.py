@@ -1,61 +1,23 @@
-"""Lines of metrics, which workers append to ``metrics/MODULE.jsonl``, and the table of figures.
+"""Lines of metrics, which workers append to ``metrics/MODULE.jsonl``.
 
-A field that is declared by :func:`gauge` or :func:`counter` says what it measures and where it is
-shown: lines, ``status``, TensorBoard, Prometheus' page and docs/metrics.md follow from that. Fields
-that are not in a line, and null, are not known.
+docs/metrics.md follows from what their fields say. Fields that are not in a line, and null, are not
+known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from dni_runtime.run.documents.base import Document
+from dni_runtime.run.documents.figures import counter, gauge
 from dni_runtime.run.lines import LineReader
 
 TRAIN, EVAL = b'"kind":"train"', b'"kind":"eval"'
 """Part of each line of that kind, as ``append_line`` writes it."""
-
-
-class Figure(NamedTuple):
-    """A field of a document that measures something."""
-
-    name: str
-    help: str
-    unit: str
-    kind: str  # ``gauge``, or ``counter``: from the start of the run
-    column: str  # of the table of ``status``; empty: it has none
-    tag: str  # of TensorBoard, or the beginning of one for each reason; empty: it has none
-
-
-def gauge(
-    help: str, unit: str = "", *, column: str = "", tag: str = "", default: Any = None
-) -> Any:
-    """Declare a field of a document as a figure that is of now, or of the interval."""
-    return _field(Figure("", help, unit, "gauge", column, tag), default)
-
-
-def counter(help: str, unit: str = "", *, column: str = "", default: Any = None) -> Any:
-    """Declare a field of a document as a figure that only grows."""
-    return _field(Figure("", help, unit, "counter", column, ""), default)
-
-
-def _field(about: Figure, default: Any) -> Any:
-    return Field(default, description=about.help, json_schema_extra={**about._asdict()})
-
-
-@cache
-def figures_of(document: type[Document]) -> tuple[Figure, ...]:
-    """Return the figures of a document, in the order of its fields."""
-    return tuple(
-        Figure(*map(str, extra.values()))._replace(name=name)
-        for name, field in document.model_fields.items()
-        if isinstance(extra := field.json_schema_extra, dict)
-    )
 
 
 class MetricsLine(Document):

@@ -12,14 +12,13 @@ import pytest
 
 from dni_runtime.files import append_line
 from dni_runtime.run.documents.events import Event, EventKind
+from dni_runtime.run.documents.figures import Figure, figures_of
 from dni_runtime.run.documents.metrics import (
     EpochLine,
     EvaluationLine,
-    Figure,
     MetricsLine,
     StartLine,
     TrainLine,
-    figures_of,
     parse_evaluation,
     parse_line,
     parse_train,
