@@ -16,6 +16,7 @@
     ├── StoppedError             75  EX_TEMPFAIL     stopped before the end; the run can be resumed
     ├── DivergedError            79                  a loss, gradient or weight is not finite
     ├── WireError                76  EX_PROTOCOL     a message that cannot be accepted
+    ├── RequestError             76  EX_PROTOCOL     a request over HTTP that is not answered
     ├── HandshakeError           76  EX_PROTOCOL     two modules that do not fit together
     │   └── EncryptionError      76  EX_PROTOCOL     two modules that cannot agree on encryption
     └── SpecError                78  EX_CONFIG       a chain.yaml that cannot be used
@@ -161,6 +162,35 @@ class WireError(DniError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class RequestError(DniError):
+    """A request over HTTP that is wrong, or cannot be answered now.
+
+    Attributes:
+        status: The status of the response.
+        place: Which part of the request it is about, such as ``inputs[0].data``; empty: all of it.
+        retry_after_s: After how many seconds it may be answered if it is sent again, or None.
+    """
+
+    exit_code = 76
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        place: str = "",
+        hint: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+        self.place = place
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return f"{self.place}: {super().__str__()}" if self.place else super().__str__()
 
 
 class HandshakeError(DniError):

@@ -15,7 +15,7 @@ LEVELS = [
     {"wire", "spec"},
     {"run", "packing"},
     {"network"},
-    {"link", "core", "data"},
+    {"link", "core", "data", "serving"},
     {"worker"},
     {"resolve"},
     {"split"},
@@ -35,6 +35,7 @@ FOREIGN = {
     "core": {"zmq", "subprocess", "click"},
     "data": {"zmq", "subprocess", "click"},
     "link": {"subprocess", "click"},
+    "serving": {"zmq", "subprocess", "click"},
 }
 """What a layer must never import."""
 

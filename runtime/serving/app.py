@@ -1,0 +1,263 @@
+"""The server's HTTP application (ASGI): paths of the Open Inference Protocol, version 2.
+
+Every request is answered, or fails at its deadline. Nothing of a request is written to logs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from time import monotonic
+from typing import Any, NamedTuple
+
+import orjson
+
+from dni_runtime import __version__
+from dni_runtime.errors import RequestError
+from dni_runtime.run.documents.figures import families, page
+from dni_runtime.serving.figures import RequestFigures
+from dni_runtime.serving.protocol import read_request, write_response
+from dni_runtime.serving.settings import Settings
+from dni_runtime.serving.versions import Version, Versions
+
+_logger = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+_JSON = (b"content-type", b"application/json")
+_BYTES = (b"content-type", b"application/octet-stream")
+_TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+_HEADER_LENGTH = b"inference-header-content-length"
+_VERSION = "dni_runtime.version"
+"""Where a request's scope has the version that answers it."""
+_WATCH_S = 0.02
+"""From then on a request's client is watched: most are answered earlier, and watching costs."""
+_BODIES = 8
+"""So many of the largest bodies are held at once while they are received."""
+
+
+class _GoneError(Exception):
+    """The client has closed its connection."""
+
+
+class _Response(NamedTuple):
+    """What is sent to a client."""
+
+    status: int
+    body: bytes
+    headers: Headers
+
+
+class App:
+    """The application.
+
+    Args:
+        versions: What answers.
+        settings: How it is served.
+        token: What requests must bear, or None.
+
+    Attributes:
+        draining: Whether the server is about to stop: it answers all requests, but is not ready,
+            and closes each connection after its answer.
+        cut: How many requests were not answered because the server stopped.
+    """
+
+    def __init__(self, versions: Versions, settings: Settings, token: bytes | None) -> None:
+        self.draining = False
+        self.cut = 0
+        self._versions = versions
+        self._settings = settings
+        self._bearer = None if token is None else b"Bearer " + token
+        self._requests: dict[str, RequestFigures] = {}  # by version; "" if it had none
+        self._receiving_bytes = 0
+        self._watching: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            raise ValueError("only HTTP is served")
+        begin = monotonic()
+        try:
+            status, body, headers = await self._respond(scope, receive)
+        except _GoneError:
+            self._count(scope, "gone", monotonic() - begin)
+            return
+        except RequestError as error:
+            status, body, headers = _error(error)
+        except asyncio.CancelledError:
+            self.cut += 1
+            status, body, headers = _error(RequestError(503, "the server has stopped"))
+        except Exception as error:
+            _logger.error("a request failed: %s", type(error).__name__)
+            _logger.debug("a request failed", exc_info=True)
+            status, body, headers = _error(RequestError(500, "the server has failed"))
+        if self.draining or status == 408:
+            headers.append((b"connection", b"close"))
+        headers.append((b"content-length", b"%d" % len(body)))
+        self._count(scope, str(status), monotonic() - begin)
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _respond(self, scope: Message, receive: Receive) -> _Response:
+        path, headers = scope["path"].split("/")[1:], dict(scope["headers"])
+        health = path[:2] == ["v2", "health"]
+        if not health:
+            self._authorize(headers)
+        posted = path[-1] == "infer"
+        if scope["method"] not in (("POST",) if posted else ("GET", "HEAD")):
+            raise RequestError(405, f"the method here is {'POST' if posted else 'GET'}")
+        match path:
+            case ["v2", "health", "live"]:
+                return _json({"live": True})
+            case ["v2", "health", "ready"]:
+                return self._ready(self._versions.default)
+            case ["v2"]:
+                extensions = ["binary_tensor_data"]
+                return _json(
+                    {"name": "dni-runtime", "version": __version__, "extensions": extensions}
+                )
+            case ["metrics"]:
+                return _Response(200, self._page().encode(), [_TEXT])
+            case ["v2", "models", self._settings.name, *rest]:
+                name = None
+                if len(rest) > 1 and rest[0] == "versions":
+                    name, rest = rest[1], rest[2:]
+                if rest == ["infer"]:
+                    return await self._infer(name, scope, headers, receive)
+                version = self._versions.default if name is None else self._versions[name]
+                if rest == ["ready"]:
+                    return self._ready(version)
+                if not rest:
+                    names = [version.name for version in self._versions]
+                    about = {"name": self._settings.name, "versions": names, "platform": "pytorch"}
+                    return _json(about | version.engine.signature.metadata())
+        model = f"/v2/models/{self._settings.name}[/versions/VERSION]"
+        hint = (
+            f"/v2/health/live, /v2/health/ready, /v2, {model}[/ready], POST {model}/infer, /metrics"
+        )
+        raise RequestError(404, "there is nothing at this path", hint=f"paths: {hint}")
+
+    def _authorize(self, headers: dict[bytes, bytes]) -> None:
+        sent = headers.get(b"authorization", b"")
+        if self._bearer is not None and not hmac.compare_digest(sent, self._bearer):
+            hint = "send the header 'Authorization: Bearer TOKEN'"
+            raise RequestError(401, "the token is missing or wrong", hint=hint)
+
+    def _ready(self, version: Version) -> _Response:
+        if self.draining:
+            raise RequestError(503, "the server is about to stop")
+        if not version.ready:
+            raise RequestError(503, f"version {version.name!r} is not ready: {version.problem}")
+        return _json({"ready": True, "version": version.name})
+
+    def _page(self) -> str:
+        model = {"model": self._settings.name}
+        requests = [({**model, "version": name}, of) for name, of in self._requests.items()]
+        versions = [({**model, "version": of.name}, of.observe()) for of in self._versions]
+        return page([*families(requests), *families(versions)])
+
+    async def _infer(
+        self, name: str | None, scope: Message, headers: dict[bytes, bytes], receive: Receive
+    ) -> _Response:
+        version = self._versions.default if name is None else self._versions[name]
+        scope[_VERSION] = version.name
+        body, signature = await self._body(headers, receive), version.engine.signature
+        request = read_request(body, headers.get(_HEADER_LENGTH), signature)
+        if name is None:
+            version = self._versions.choose(request.id)  # it has the same signature
+            scope[_VERSION] = version.name
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        watch = loop.call_later(_WATCH_S, self._watch, receive, future)
+        try:
+            job = await version.answer(request, future)
+        finally:
+            watch.cancel()
+        fields: dict[str, Any] = {"model_name": self._settings.name, "model_version": version.name}
+        exits, parameters = set(job.exits), dict[str, Any]()
+        if len(exits) > 1:
+            parameters["exit"] = ",".join(exit or "" for exit in job.exits)  # of each row
+        elif exits != {None}:
+            parameters["exit"] = job.exits[0]
+        if job.degraded:
+            parameters["degraded"] = True
+        if parameters:
+            fields["parameters"] = parameters
+        body, length = write_response(request, job.outputs, signature, fields)
+        if length is None:
+            return _Response(200, body, [_JSON])
+        return _Response(200, body, [_BYTES, (_HEADER_LENGTH, b"%d" % length)])
+
+    def _watch(self, receive: Receive, future: asyncio.Future[None]) -> None:
+        """Notice from now on that a client has gone."""
+        task = asyncio.get_running_loop().create_task(_until_gone(receive, future))
+        self._watching.add(task)
+        task.add_done_callback(self._watching.discard)
+        future.add_done_callback(lambda _: task.cancel())
+
+    def _count(self, scope: Message, status: str, duration_s: float) -> None:
+        """Count a request for outputs."""
+        if scope["path"].endswith("/infer"):
+            figures = self._requests.setdefault(scope.get(_VERSION, ""), RequestFigures())
+            figures.requests[status] = figures.requests.get(status, 0) + 1
+            figures.request_s.add(duration_s)
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | bytearray:
+        """Return a request's body, of which no more than the limit is held."""
+        if b"content-encoding" in headers:
+            raise RequestError(415, "compressed requests are not supported")
+        limit, length = self._settings.max_body_bytes, headers.get(b"content-length", b"0")
+        too_large = RequestError(
+            413, f"the body has more than {limit} bytes", hint="send fewer rows in a request"
+        )
+        if len(length) > 18 or int(length) > limit:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.deadline_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _GoneError
+                    piece: bytes = message.get("body", b"")
+                    more: bool = message.get("more_body", False)
+                    if len(body) + len(piece) > limit:
+                        raise too_large
+                    if not more and not body:
+                        return piece  # the usual case
+                    body += piece
+                    self._receiving_bytes += len(piece)
+                    if self._receiving_bytes > _BODIES * limit:
+                        raise RequestError(503, "too many large requests", retry_after_s=1)
+                    if not more:
+                        return body
+        except TimeoutError:
+            text = f"the request has not come within {self._settings.deadline_s:g} s"
+            raise RequestError(408, text) from None
+        finally:
+            self._receiving_bytes -= len(body)
+
+
+async def _until_gone(receive: Receive, future: asyncio.Future[None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    if not future.done():
+        future.set_exception(_GoneError())
+
+
+def _json(document: dict[str, Any]) -> _Response:
+    return _Response(200, orjson.dumps(document), [_JSON])
+
+
+def _error(error: RequestError) -> _Response:
+    headers = [_JSON]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % error.retry_after_s))
+    return _Response(error.status, orjson.dumps({"error": str(error)}), headers)

@@ -1,0 +1,115 @@
+"""What computes answers: the seam to a network, and the network in this process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.serving.protocol import Signature
+
+
+class Answer(NamedTuple):
+    """Outputs of samples of a batch, or why there are none.
+
+    An answer with an id that was not submitted is ignored, but the engine is asked for room again.
+    """
+
+    id: int
+    rows: Tensor | None = None  # indices of the batch's samples; None: all, in order
+    outputs: tuple[Tensor, ...] = ()  # in the signature's order, on the host
+    exit: str | None = None  # at which the samples left; None: they went through all modules
+    degraded: bool = False  # an answer of an earlier exit, because what follows does not respond
+    error: Exception | None = None  # of the whole batch
+
+
+class Engine(Protocol):
+    """What computes answers: the front of a chain, or a whole network in this process.
+
+    Its methods are called in the thread of the event loop, and must not wait.
+
+    Attributes:
+        signature: What it takes and returns.
+        answered: Called with each answer, from any thread; set by the owner before anything is
+            submitted. A batch may be answered in parts, and a part twice: the first one counts.
+    """
+
+    signature: Signature
+    answered: Callable[[Answer], None]
+
+    def room(self) -> int:
+        """Return how many more batches it takes now."""
+        ...
+
+    def submit(self, id: int, inputs: tuple[Tensor, ...], *, whole: bool = False) -> None:
+        """Compute a batch, whose id is unique; ``whole``: no sample may leave at an exit."""
+        ...
+
+    def close(self) -> None:
+        """Stop computing; batches that have not been answered never are."""
+        ...
+
+
+class InProcess:
+    """An engine that computes a network in a thread of this process.
+
+    Args:
+        network: Takes the signature's inputs as arguments, and returns a tensor or several.
+        signature: What it takes and returns.
+        device: Where it is computed.
+        waiting: How many batches may wait while one is computed. With 0, what has come while a
+            batch was computed is the next one.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        signature: Signature,
+        *,
+        device: torch.device | str = "cpu",
+        waiting: int = 0,
+    ) -> None:
+        self.signature = signature
+        self.answered: Callable[[Answer], None] = lambda answer: None
+        self._device = torch.device(device)
+        self._network = network.eval().to(self._device)
+        self._most = 1 + waiting
+        # Each is counted by one thread only.
+        self._submitted = self._computed = 0
+        self._batches: queue.SimpleQueue[tuple[int, tuple[Tensor, ...]] | None]
+        self._batches = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._compute, name="engine", daemon=True)
+        self._thread.start()
+
+    def room(self) -> int:
+        """Return how many more batches it takes now."""
+        return self._most - (self._submitted - self._computed)
+
+    def submit(self, id: int, inputs: tuple[Tensor, ...], *, whole: bool = False) -> None:
+        """Compute a batch; a network without exits computes all as a whole."""
+        self._submitted += 1
+        self._batches.put((id, inputs))
+
+    def close(self) -> None:
+        """Stop after the batch that is being computed; a network that hangs is left to itself."""
+        self._batches.put(None)
+        self._thread.join(timeout=1)
+
+    @torch.no_grad()
+    def _compute(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            id, inputs = batch
+            try:
+                outputs = self._network(*(tensor.to(self._device) for tensor in inputs))
+                if isinstance(outputs, Tensor):
+                    outputs = (outputs,)
+                answer = Answer(id, outputs=tuple(tensor.cpu() for tensor in outputs))
+            except Exception as error:
+                answer = Answer(id, error=error)
+            del batch, inputs
+            self._computed += 1
+            self.answered(answer)

@@ -1,0 +1,297 @@
+"""Requests that wait, and the batches that they become; pure: the caller tells the time.
+
+There is no timer: what has come while the last batch was computed is the next one. Rows are
+counted, not requests: a request with more rows than a batch takes is cut, and its answer joined.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dni_runtime.errors import DniError, RequestError, WorkerError
+from dni_runtime.serving.engine import Answer
+from dni_runtime.serving.protocol import Signature, empty
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A request's rows, from when they come until ``done`` is called, once.
+
+    It is over when all rows are answered, when it fails, or when its client has gone.
+    """
+
+    inputs: tuple[Tensor, ...]
+    rows: int
+    done: Callable[[], None]
+    arrived: float
+    deadline: float
+    whole: bool  # no row may leave at an exit
+    missing: int  # rows without an answer
+    exits: list[str | None]  # of each row
+    answered: bytearray  # which rows are, if they are answered in parts
+    outputs: tuple[Tensor, ...] = ()
+    degraded: bool = False  # some rows are answered by an earlier exit, in need
+    error: Exception | None = None
+    over: bool = False
+    taken: int = 0  # rows that are in batches
+    batches: set[int] = field(default_factory=set)  # that have rows of it
+
+
+class Part(NamedTuple):
+    """Rows of a request in a batch."""
+
+    job: Job
+    begin: int  # in the request
+    rows: int
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """Rows that are computed together."""
+
+    id: int
+    parts: list[Part]
+    rows: int
+    inputs: tuple[Tensor, ...]
+    sent: float
+    whole: bool
+    unfinished: int  # requests that wait for it
+
+
+class Queue:
+    """Requests of one engine.
+
+    Args:
+        signature: The engine's.
+        max_batch: Most rows of a batch.
+        max_waiting: Most rows that wait to be put into a batch; more are refused.
+        deadline_s: A request without an answer by then fails.
+        batch_wait_s: So long a batch that is not full waits for more rows.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        *,
+        max_batch: int,
+        max_waiting: int,
+        deadline_s: float,
+        batch_wait_s: float = 0.0,
+    ) -> None:
+        self._signature = signature
+        self._outputs = empty(signature.outputs, 0)
+        self._max_batch = max_batch
+        self._max_waiting = max_waiting
+        self._deadline_s = deadline_s
+        self._batch_wait_s = batch_wait_s
+        self._id = 0  # of the last batch
+        self._jobs: dict[Job, None] = {}  # that are not over, by deadline
+        self._waiting: dict[Job, None] = {}  # those with rows in no batch
+        self._alone: deque[Part] = deque()  # batches of their own: probes, and second tries
+        self._sent: dict[int, Batch] = {}
+        self._batch_s = 0.0  # mean, of late
+        self.waiting = 0  # rows in no batch
+
+    def __len__(self) -> int:
+        """Return how many requests are not over."""
+        return len(self._jobs)
+
+    def put(
+        self,
+        inputs: tuple[Tensor, ...],
+        now: float,
+        done: Callable[[], None],
+        *,
+        whole: bool = False,
+    ) -> Job:
+        """Add a request; ``whole`` ones go first, in a batch of their own.
+
+        Raises:
+            RequestError: With status 429 or 413 if too many rows would wait.
+        """
+        rows = len(inputs[0])
+        if rows > self._max_waiting:
+            raise RequestError(
+                413,
+                f"{rows} rows are more than may wait ({self._max_waiting})",
+                hint="send them in several requests",
+            )
+        if self.waiting + rows > self._max_waiting and not whole:
+            batches = ceil(self.waiting / self._max_batch)
+            raise RequestError(
+                429,
+                f"{self.waiting} rows wait, and no more than {self._max_waiting} may",
+                hint="send the request again later",
+                retry_after_s=max(1, ceil(batches * self._batch_s)),
+            )
+        deadline = now + self._deadline_s
+        exits: list[str | None] = [None] * rows
+        job = Job(inputs, rows, done, now, deadline, whole, rows, exits, bytearray(rows))
+        self._jobs[job] = None
+        if whole:
+            job.taken = rows
+            self._alone.append(Part(job, 0, rows))
+        else:
+            self._waiting[job] = None
+            self.waiting += rows
+        return job
+
+    def leave(self, job: Job) -> None:
+        """Forget a request whose client has gone."""
+        if not job.over:
+            self._end(job)
+
+    def take(self, now: float) -> Batch | None:
+        """Return the next batch, if there are rows for one now."""
+        while self._alone:
+            part = self._alone.popleft()
+            if not part.job.over:
+                return self._batch([part], now)
+        if not self._waiting or now < self._due():
+            return None
+        parts, room = [], self._max_batch
+        while room and self._waiting:
+            job = next(iter(self._waiting))
+            part = Part(job, job.taken, min(room, job.rows - job.taken))
+            parts.append(part)
+            room -= part.rows
+            job.taken += part.rows
+            self.waiting -= part.rows
+            if job.taken == job.rows:
+                del self._waiting[job]
+        return self._batch(parts, now)
+
+    def answer(self, answer: Answer, now: float) -> Batch | None:
+        """Hand an engine's answer to those who wait for it; return its batch if it is awaited.
+
+        If a batch of several requests fails, each is tried once more, alone: only the one that
+        makes it fail gets the error.
+        """
+        batch = self._sent.get(answer.id)
+        if batch is None:
+            return None
+        rows = None if answer.rows is None else answer.rows.tolist()
+        error = answer.error or self._misfit(batch, answer, rows)
+        if error is not None:
+            self._fail(batch, error)
+            return batch
+        begin = 0
+        for part in batch.parts:
+            if rows is None:
+                outputs = tuple(output[begin : begin + part.rows] for output in answer.outputs)
+                self._fill(part.job, range(part.begin, part.begin + part.rows), outputs, answer)
+            else:
+                chosen = [n for n, row in enumerate(rows) if begin <= row < begin + part.rows]
+                outputs = tuple(output[chosen] for output in answer.outputs)
+                shift = part.begin - begin
+                self._fill(part.job, [rows[n] + shift for n in chosen], outputs, answer)
+            begin += part.rows
+        if answer.exit is None:
+            self._batch_s += 0.1 * (now - batch.sent - self._batch_s)
+        return batch
+
+    def expire(self, now: float) -> None:
+        """Fail the requests whose deadline has passed."""
+        while self._jobs and (job := next(iter(self._jobs))).deadline <= now:
+            waited = "its rows wait" if job.taken < job.rows else "it is being computed"
+            text = f"not answered within {self._deadline_s:g} s: {waited}"
+            self._finish(job, RequestError(504, text))
+
+    def next_at(self, *, room: bool) -> float | None:
+        """Return when ``expire`` or, if the engine has room, ``take`` will have something to do."""
+        times = [job.deadline for job in self._jobs][:1]
+        if room and self._waiting:
+            times.append(self._due())
+        return min(times, default=None)
+
+    def _due(self) -> float:
+        first = next(iter(self._waiting))
+        full = self.waiting >= self._max_batch
+        return first.arrived + (0.0 if full else self._batch_wait_s)
+
+    def _batch(self, parts: list[Part], now: float) -> Batch:
+        self._id += 1
+        inputs = tuple(
+            torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+            for pieces in (
+                [part.job.inputs[n][part.begin : part.begin + part.rows] for part in parts]
+                for n in range(len(self._signature.inputs))
+            )
+        )
+        batch = Batch(self._id, parts, len(inputs[0]), inputs, now, parts[0].job.whole, len(parts))
+        self._sent[batch.id] = batch
+        for part in parts:
+            part.job.batches.add(batch.id)
+        return batch
+
+    def _misfit(self, batch: Batch, answer: Answer, rows: list[int] | None) -> DniError | None:
+        """Return what is wrong with an answer, if it does not fit its batch and the signature."""
+        count = batch.rows if rows is None else len(rows)
+        if rows is not None and not (
+            len(set(rows)) == count and all(0 <= row < batch.rows for row in rows)
+        ):
+            return WorkerError(f"the answer has rows {rows} of a batch of {batch.rows}")
+        outputs = [(tuple(output.shape), output.dtype) for output in answer.outputs]
+        expected = [((count, *output.shape[1:]), output.dtype) for output in self._outputs]
+        if outputs == expected or not count:
+            return None
+        return WorkerError(f"the model's outputs are {outputs} instead of {expected}")
+
+    def _fill(
+        self, job: Job, rows: Sequence[int], outputs: tuple[Tensor, ...], answer: Answer
+    ) -> None:
+        """Put a part of an answer into the request's own; of a row, the first one counts."""
+        if job.over or not rows:
+            return
+        job.degraded |= answer.degraded
+        if len(rows) == job.missing == job.rows and isinstance(rows, range):  # usually: no copies
+            job.outputs, job.exits, job.missing = outputs, [answer.exit] * job.rows, 0
+        else:
+            if not job.outputs:
+                job.outputs = empty(self._signature.outputs, job.rows)
+            new = [n for n, row in enumerate(rows) if not job.answered[row]]
+            places = [rows[n] for n in new]
+            for whole, output in zip(job.outputs, outputs, strict=True):
+                whole[places] = output[new]
+            for row in places:
+                job.answered[row] = True
+                job.exits[row] = answer.exit
+            job.missing -= len(new)
+        if not job.missing:
+            self._finish(job)
+
+    def _fail(self, batch: Batch, error: Exception) -> None:
+        del self._sent[batch.id]
+        for part in batch.parts:
+            part.job.batches.discard(batch.id)
+            if part.job.over:
+                continue
+            if len(batch.parts) > 1:
+                self._alone.append(part)
+            else:
+                self._finish(part.job, error)
+
+    def _finish(self, job: Job, error: Exception | None = None) -> None:
+        self._end(job)
+        job.error = error
+        job.done()
+
+    def _end(self, job: Job) -> None:
+        job.over = True
+        del self._jobs[job]
+        if job in self._waiting:
+            del self._waiting[job]
+            self.waiting -= job.rows - job.taken
+        for id in job.batches:
+            batch = self._sent[id]
+            batch.unfinished -= 1
+            if not batch.unfinished:
+                del self._sent[id]
+        job.batches.clear()

@@ -1,0 +1,203 @@
+"""The server: the application on a socket, in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping
+from math import ceil
+from typing import ParamSpec, TypeVar, cast
+
+import uvicorn
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from dni_runtime.errors import UnavailableError, UsageError
+from dni_runtime.serving.app import App
+from dni_runtime.serving.engine import Engine
+from dni_runtime.serving.settings import Settings
+from dni_runtime.serving.versions import Versions
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_KEEP_ALIVE_S = 75
+"""A connection without requests is closed then: later than load balancers close theirs (60 s)."""
+_HEADERS_S = 10.0
+_HEADERS_BYTES = 64 << 10
+
+
+def serve(engines: Mapping[str, Engine], settings: Settings) -> Server:
+    """Serve versions of a model, of which the first one is the default.
+
+    Returns:
+        The server, which accepts requests; it is ready when its first probe is answered.
+
+    Raises:
+        UsageError: The settings cannot be carried out.
+        UnavailableError: The port is in use.
+    """
+    token = settings.token()
+    try:
+        listener = socket.create_server(
+            (settings.host, settings.port),
+            family=socket.AF_INET6 if ":" in settings.host else socket.AF_INET,
+            backlog=2048,
+        )
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        text = f"cannot listen at {where}: {error.strerror or error}"
+        raise UnavailableError(text, hint="choose another port, or 0 for any") from None
+    try:
+        server = Server(settings, listener, token)
+        server.start(engines)
+    except BaseException:
+        listener.close()
+        raise
+    return server
+
+
+class Server:
+    """A server that runs.
+
+    Attributes:
+        versions: What it serves; use it in :meth:`call`.
+        url: Where it listens.
+    """
+
+    def __init__(self, settings: Settings, listener: socket.socket, token: bytes | None) -> None:
+        self.versions = Versions(settings)
+        host, self.port = listener.getsockname()[:2]
+        scheme = "http" if settings.tls_cert is None else "https"
+        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        self._listener = listener
+        self._app = App(self.versions, settings, token)
+        config = uvicorn.Config(
+            self._app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # else it writes a line for each request that is not HTTP
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
+        )
+        try:
+            config.load()
+        except (OSError, ssl.SSLError) as error:
+            files = f"{str(settings.tls_cert)!r} and {str(settings.tls_key)!r}"
+            raise UsageError(f"the TLS files {files} cannot be used: {error}") from None
+        self._uvicorn = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, name="server")
+        self._loop = uvloop.new_event_loop()
+
+    def start(self, engines: Mapping[str, Engine]) -> None:
+        """Accept requests."""
+        self._thread.start()
+        while not self._uvicorn.started:
+            if not self._thread.is_alive():
+                raise UnavailableError(f"the server at {self.url} has not started")
+            time.sleep(0.01)
+        for name, engine in engines.items():
+            self.call(self.versions.add, name, engine)
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function, such as a method of ``versions``, in the server's thread."""
+
+        async def called() -> T:
+            return function(*args, **kwargs)
+
+        return asyncio.run_coroutine_threadsafe(called(), self._loop).result()
+
+    def remove(self, name: str, timeout_s: float) -> None:
+        """Stop a version when it has answered what it has.
+
+        Raises:
+            TimeoutError: It has not; nothing has changed.
+        """
+        removal = asyncio.wait_for(self.versions.remove(name), timeout_s)
+        asyncio.run_coroutine_threadsafe(removal, self._loop).result()
+
+    def wait_ready(self, name: str, timeout_s: float) -> None:
+        """Wait until a version is ready.
+
+        Raises:
+            UnavailableError: It is not, in that time.
+        """
+        version, until = self.call(self.versions.__getitem__, name), time.monotonic() + timeout_s
+        while not version.ready:
+            if time.monotonic() > until:
+                raise UnavailableError(f"version {name!r} is not ready: {version.problem}")
+            time.sleep(0.02)
+
+    def stop(self, drain_s: float = 30.0, *, linger_s: float = 0.0) -> bool:
+        """Answer what has come, and stop.
+
+        Args:
+            drain_s: How long requests may take; then they fail with status 503.
+            linger_s: So long requests are still accepted, while the server says that it is not
+                ready and closes each connection after its answer, so that others take over.
+
+        Returns:
+            Whether all requests were answered.
+        """
+        self._app.draining = True
+        time.sleep(linger_s)
+        self._uvicorn.config.timeout_graceful_shutdown = ceil(drain_s)
+        self._uvicorn.should_exit = True
+        self._thread.join()
+        return not self._app.cut
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            try:
+                runner.run(self._uvicorn.serve(sockets=[self._listener]))
+            finally:
+                self.versions.close()
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's, which by itself waits for headers without end, and takes any number of them."""
+
+    _deadline: asyncio.TimerHandle | None = None  # of the headers that are being received
+    _received_bytes = 0  # of them
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
+        self._begin()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begin()
+
+    def on_headers_complete(self) -> None:
+        self._end()
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._deadline is not None:
+            self._received_bytes += len(data)
+            if self._received_bytes > _HEADERS_BYTES:
+                self.transport.close()
+
+    def _begin(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(_HEADERS_S, self.transport.close)
+            self._received_bytes = 0
+
+    def _end(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

@@ -1,0 +1,497 @@
+"""A server on a socket: clients of others, clients that leave, failures, health, versions."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import tritonclient.http as triton
+from torch import Tensor, nn
+
+from dni_runtime.errors import UnavailableError, UsageError
+from dni_runtime.serving import server as server_module
+from dni_runtime.serving.engine import Answer, InProcess
+from dni_runtime.serving.protocol import Signature
+from dni_runtime.serving.server import Server, serve
+from dni_runtime.serving.settings import Settings
+from tests.conftest import eventually
+from tests.specs import float32
+
+ONE = Signature({"x": float32(2)}, {"y": float32(2)})
+INFER = "/v2/models/model/infer"
+READY = "/v2/health/ready"
+TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # httpx makes one for each client, which takes long
+
+
+class Network(nn.Module):
+    """Adds a number to its input; waits while its gate is closed, fails for negative values."""
+
+    def __init__(self, number: float = 1.0) -> None:
+        super().__init__()
+        self.number = number
+        self.gate = threading.Event()
+        self.gate.set()
+        self.batches: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gate.wait()
+        self.batches.append(len(x))
+        if bool((x < 0).any()):
+            raise ValueError("a negative value")
+        return x + self.number
+
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start servers of networks, as versions 1, 2, …; at the end they are stopped."""
+    with ExitStack() as stack:
+
+        def make(*networks: nn.Module, signature: Signature = ONE, **fields: Any) -> Server:
+            engines = {str(n): InProcess(net, signature) for n, net in enumerate(networks, 1)}
+            settings = Settings(**{"port": 0, "deadline_s": 20, "probe_s": 60, **fields})
+            server = serve(engines, settings)
+            stack.callback(server.stop, 0)
+            for network in networks:
+                if isinstance(network, Network):
+                    stack.callback(network.gate.set)
+            return server
+
+        yield make
+
+
+@pytest.fixture
+def network() -> Network:
+    return Network()
+
+
+def request_of(*rows: Sequence[float], **fields: Any) -> dict[str, Any]:
+    shape = [len(rows), len(rows[0])]
+    return {"inputs": [{"name": "x", "shape": shape, "datatype": "FP32", "data": rows}], **fields}
+
+
+def ask(server: Server, *rows: Sequence[float], path: str = INFER, **fields: Any) -> httpx.Response:
+    with httpx.Client(base_url=server.url, timeout=30, verify=TLS) as client:
+        return client.post(path, json=request_of(*(rows or [(0.0, 0.0)]), **fields))
+
+
+def get(server: Server, path: str = READY) -> httpx.Response:
+    return httpx.get(server.url + path, timeout=30, verify=TLS)
+
+
+def raw(server: Server, data: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    try:
+        connection.sendall(data)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def posted(document: dict[str, Any], *, length: int | None = None) -> bytes:
+    body = json.dumps(document).encode()
+    size = len(body) if length is None else length
+    return f"POST {INFER} HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n".encode() + body
+
+
+def figure(server: Server, line: str) -> float:
+    (value,) = (
+        row.rpartition(" ")[2]
+        for row in get(server, "/metrics").text.splitlines()
+        if row.rpartition(" ")[0] == line
+    )
+    return float(value)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.layers = nn.Sequential(nn.Linear(11, 16), nn.ReLU(), nn.Linear(16, 5))
+
+    def forward(self, x: Tensor, word: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layers(torch.cat([x, self.embedding(word)], dim=1))
+        return y, y.argmax(dim=1)
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_a_client_of_others_gets_what_the_network_computes(binary: bool, start: Start) -> None:
+    from dni_runtime.spec import TensorSpec
+
+    word = TensorSpec(shape=(), dtype="int64")
+    signature = Signature({"x": float32(3), "word": word}, {"y": float32(5), "best": word})
+    network = TwoInputs().eval()
+    server = start(network, signature=signature, name="two")
+    server.wait_ready("1", 10)
+    client = triton.InferenceServerClient(server.url.removeprefix("http://"), concurrency=8)
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("two")
+    assert client.is_model_ready("two", "1")
+    assert [tensor["name"] for tensor in client.get_model_metadata("two")["inputs"]] == [
+        "x",
+        "word",
+    ]
+
+    def asked(rows: int) -> float:
+        x, word = torch.randn(rows, 3), torch.randint(10, (rows,))
+        inputs = [
+            triton.InferInput("x", [rows, 3], "FP32"),
+            triton.InferInput("word", [rows], "INT64"),
+        ]
+        for tensor, values in zip(inputs, (x, word), strict=True):
+            tensor.set_data_from_numpy(values.numpy(), binary_data=binary)
+        outputs = [triton.InferRequestedOutput(name, binary_data=binary) for name in ("best", "y")]
+        result = client.infer("two", inputs, request_id=str(rows), outputs=outputs)
+        with torch.no_grad():
+            y, best = network(x, word)
+        assert result.get_response()["id"] == str(rows)
+        assert np.array_equal(result.as_numpy("best"), best.numpy())
+        return float(np.abs(result.as_numpy("y") - y.numpy()).max())
+
+    assert max(map(asked, (1, 2, 63, 64, 65, 300))) < 1e-5
+    with pytest.raises(triton.InferenceServerException, match="at least one row"):
+        client.infer("two", [triton.InferInput("x", [0, 3], "FP32")])
+    client.close()
+
+
+def test_what_queues_while_a_batch_is_computed_is_the_next(network: Network, start: Start) -> None:
+    server = start(network, max_batch=16)
+    server.wait_ready("1", 10)
+    network.gate.clear()
+    network.batches.clear()
+    with ThreadPoolExecutor(10) as pool:
+        first = pool.submit(ask, server)
+        version = server.call(server.versions.__getitem__, "1")
+        eventually("the first is computed", lambda: not version.engine.room(), every_s=0.01)
+        others = [pool.submit(ask, server, *[(n, 0)] * 4) for n in range(9)]
+        eventually("36 rows wait", lambda: version.observe().waiting == 36, every_s=0.01)
+        network.gate.set()
+        assert first.result().status_code == 200
+        for n, other in enumerate(others):
+            (output,) = other.result().json()["outputs"]
+            assert output["data"] == [n + 1, 1] * 4
+    assert network.batches == [1, 16, 16, 4]
+    assert figure(server, 'dni_requests_total{model="model",version="1",status="200"}') == 10
+
+
+def test_a_poisoned_request_fails_alone(network: Network, start: Start) -> None:
+    server = start(network)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(4):
+            values = [-1.0 if n == 3 else float(n) for n in range(8)]
+            answers = list(pool.map(lambda value: ask(server, (value, 0)), values))
+            assert [answer.status_code for answer in answers] == [200] * 3 + [500] + [200] * 4
+            assert answers[3].json() == {"error": "the model failed: ValueError: a negative value"}
+
+
+def test_clients_that_leave(network: Network, start: Start) -> None:
+    server = start(network, max_batch=4)
+    server.wait_ready("1", 10)
+    version = server.call(server.versions.__getitem__, "1")
+    network.gate.clear()
+    with ThreadPoolExecutor(1) as pool:
+        connections = [raw(server, posted(request_of((n, 0)))) for n in range(40)]
+        eventually("they are there", lambda: version.observe().waiting >= 36, every_s=0.01)
+        stays = pool.submit(ask, server, (5.0, 0))
+        eventually("it is there", lambda: version.observe().waiting >= 37, every_s=0.01)
+        for connection in connections:
+            connection.close()
+        eventually("they have left", lambda: version.observe().waiting <= 1, every_s=0.01)
+        network.batches.clear()
+        network.gate.set()
+        assert stays.result().json()["outputs"][0]["data"] == [6, 1]
+    assert sum(network.batches) <= 1 + 4 + 1  # what was computed already, it, and a probe
+    assert figure(server, 'dni_requests_total{model="model",version="1",status="gone"}') == 40
+
+
+def test_a_deadline(network: Network, start: Start) -> None:
+    server = start(network, deadline_s=0.5)
+    server.wait_ready("1", 10)
+    network.gate.clear()
+    answer = ask(server)
+    assert answer.status_code == 504
+    assert "not answered within 0.5 s" in answer.json()["error"]
+    network.gate.set()
+    eventually("it answers again", lambda: ask(server).status_code == 200)
+
+
+def test_too_much_waits(network: Network, start: Start) -> None:
+    server = start(network, max_waiting=3)
+    server.wait_ready("1", 10)
+    network.gate.clear()
+    version = server.call(server.versions.__getitem__, "1")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask, server)
+        eventually("the first is computed", lambda: not version.engine.room(), every_s=0.01)
+        second = pool.submit(ask, server, *[(0, 0)] * 3)
+        eventually("three rows wait", lambda: version.observe().waiting == 3, every_s=0.01)
+        refused = ask(server)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert ask(server, *[(0, 0)] * 4).status_code == 413
+        network.gate.set()
+        assert (first.result().status_code, second.result().status_code) == (200, 200)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_too_large_bodies(chunked: bool, network: Network, start: Start) -> None:
+    server = start(network, max_body_bytes=1000)
+    content = (b"a" * 600 for _ in range(5)) if chunked else b"a" * 3000
+    answer = httpx.post(server.url + INFER, content=content)
+    assert answer.status_code == 413
+    assert "1000 bytes" in answer.json()["error"]
+    assert ask(server).status_code == 200
+
+
+def test_slow_clients(network: Network, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_HEADERS_S", 0.5)
+    server = start(network, deadline_s=1)
+    for head in (b"", b"POST /v2 HTTP/1.1\r\nhost:"):
+        with raw(server, head) as connection:
+            assert connection.recv(1000) == b""
+    with raw(server, posted(request_of((0, 0)), length=10_000)) as connection:
+        answer = connection.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"connection: close" in answer
+    assert ask(server).status_code == 200
+
+
+def test_endless_headers(network: Network, start: Start) -> None:
+    server = start(network)
+    endless = b"GET /v2 HTTP/1.1\r\nname: " + b"a" * 10_000_000
+    with pytest.raises(OSError, match=r"reset|Broken pipe"):
+        raw(server, endless)
+    assert ask(server).status_code == 200
+
+
+def test_a_token(network: Network, start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("secret\n")
+    file.chmod(0o640)
+    with pytest.raises(UsageError, match="mode 0640"):
+        start(network, token_file=file)
+    file.chmod(0o600)
+    server = start(network, token_file=file, host="0.0.0.0")
+    url = f"http://127.0.0.1:{server.port}"
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+        for path in ("/v2", "/metrics", "/v2/models/model", "/nothing"):
+            assert httpx.get(url + path, headers=headers).status_code == 401
+        answer = httpx.post(url + INFER, json=request_of((0, 0)), headers=headers)
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+    right = {"authorization": "Bearer secret"}
+    assert httpx.post(url + INFER, json=request_of((0, 0)), headers=right).status_code == 200
+    assert httpx.get(url + "/v2/health/live").status_code == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org"])
+def test_no_token_no_other_hosts(host: str, network: Network, start: Start) -> None:
+    with pytest.raises(UsageError, match="without a token"):
+        start(network, host=host)
+
+
+def test_a_port_in_use(network: Network, start: Start) -> None:
+    port = start(network).port
+    with pytest.raises(UnavailableError, match=f"cannot listen at 127.0.0.1:{port}"):
+        start(Network(), port=port)
+
+
+def test_tls_files_that_are_missing(network: Network, start: Start, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="TLS files"):
+        start(network, tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem")
+
+
+def test_health_is_true(network: Network, start: Start) -> None:
+    network.gate.clear()
+    server = start(network, probe_s=0.6)
+    assert get(server).status_code == 503
+    network.gate.set()
+    server.wait_ready("1", 10)
+    time.sleep(1)  # without requests, probes show it
+    assert get(server).status_code == get(server, "/v2/models/model/ready").status_code == 200
+    network.gate.clear()
+    eventually("it is not ready", lambda: get(server).status_code == 503, 5)
+    assert "no batch has gone through all modules in the last 0.6 s" in get(server).json()["error"]
+    assert get(server, "/v2/health/live").status_code == 200
+    with pytest.raises(UnavailableError, match="not ready"):
+        server.wait_ready("1", 0.1)
+    network.gate.set()
+    eventually("it is ready again", lambda: get(server).status_code == 200, 5)
+
+
+def test_a_drain_answers_all(network: Network, start: Start) -> None:
+    server = start(network, max_batch=2)
+    server.wait_ready("1", 10)
+    network.gate.clear()
+    version = server.call(server.versions.__getitem__, "1")
+    with ThreadPoolExecutor(12) as pool, httpx.Client(base_url=server.url) as idle:
+        assert idle.get("/v2").status_code == 200
+        asked = [pool.submit(ask, server, (n, 0)) for n in range(10)]
+        eventually("they wait", lambda: version.observe().waiting >= 8, every_s=0.01)
+        stopped = pool.submit(server.stop, 20, linger_s=1)
+        eventually("it drains", lambda: get(server).status_code == 503, 5, 0.01)
+        last = idle.get("/v2")  # it is still served, on a connection of before
+        assert last.headers["connection"] == "close"
+        network.gate.set()
+        answers = [future.result() for future in asked]
+        assert [answer.json()["outputs"][0]["data"][0] for answer in answers] == [*range(1, 11)]
+        assert stopped.result()
+    with pytest.raises(httpx.ConnectError):
+        get(server)
+
+
+def test_a_drain_that_takes_too_long(network: Network, start: Start) -> None:
+    server = start(network)
+    server.wait_ready("1", 10)
+    network.gate.clear()
+    version = server.call(server.versions.__getitem__, "1")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, server)
+        eventually("it is computed", lambda: not version.engine.room(), every_s=0.01)
+        assert not server.stop(1)
+        assert asked.result().json() == {"error": "the server has stopped"}
+        network.gate.set()
+
+
+def test_versions_change_while_clients_ask(start: Start) -> None:
+    server = start(Network(1))
+    server.wait_ready("1", 10)
+    stop, codes, values = threading.Event(), [], set()
+
+    def client() -> None:
+        with httpx.Client(base_url=server.url, timeout=30, verify=TLS) as session:
+            while not stop.is_set():
+                answer = session.post(INFER, json=request_of((0, 0)))
+                codes.append(answer.status_code)
+                if answer.status_code == 200:
+                    version, data = answer.json()["model_version"], answer.json()["outputs"][0]
+                    values.add((version, data["data"][0]))
+
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(client) for _ in range(4)]
+        eventually("they ask", lambda: len(codes) > 50, every_s=0.01)
+        slow = Network(3)
+        slow.gate.clear()
+        server.call(server.versions.add, "slow", InProcess(slow, ONE))
+        with pytest.raises(UnavailableError, match="'slow' is not ready"):
+            server.call(server.versions.switch, "slow")
+        server.call(server.versions.add, "2", InProcess(Network(2), ONE))
+        with pytest.raises(UsageError, match="there is a version '2'"):
+            server.call(server.versions.add, "2", InProcess(Network(2), ONE))
+        server.wait_ready("2", 10)
+        with pytest.raises(UsageError, match="answers requests"):
+            server.remove("1", 10)
+        server.call(server.versions.switch, "2")
+        server.remove("1", 10)
+        slow.gate.set()
+        server.remove("slow", 10)
+        asked = len(codes)
+        eventually("they still ask", lambda: len(codes) > asked + 50, every_s=0.01)
+        stop.set()
+        for one in clients:
+            one.result()
+    assert set(codes) == {200}
+    assert values == {("1", 1.0), ("2", 2.0)}
+    missing = get(server, "/v2/models/model/versions/1/ready")
+    assert (missing.status_code, "versions: 2" in missing.text) == (404, True)
+
+
+def test_a_canary_gets_a_share(start: Start) -> None:
+    server = start(Network(1), Network(2))
+    for name in ("1", "2"):
+        server.wait_ready(name, 10)
+    server.call(server.versions.switch, "1", canary="2", share=0.3)
+    by_id = {str(n): ask(server, id=str(n)).json()["model_version"] for n in range(60)}
+    assert 6 <= [*by_id.values()].count("2") <= 32
+    assert all(ask(server, id=id).json()["model_version"] == by_id[id] for id in list(by_id)[:10])
+    assert {ask(server).json()["model_version"] for _ in range(40)} == {"1", "2"}
+    named = ask(server, path="/v2/models/model/versions/1/infer")
+    assert named.json()["outputs"][0]["data"] == [1, 1]
+    server.call(server.versions.switch, "1")
+    assert {ask(server, id=id).json()["model_version"] for id in by_id} == {"1"}
+    other = Signature({"x": float32(2)}, {"z": float32(2)})
+    server.call(server.versions.add, "3", InProcess(Network(3), other))
+    server.wait_ready("3", 10)
+    with pytest.raises(UsageError, match="different things"):
+        server.call(server.versions.switch, "1", canary="3", share=0.5)
+
+
+class Exits(InProcess):
+    """Even rows leave at an exit, unless the batch is a whole one."""
+
+    def __init__(self) -> None:
+        super().__init__(Network(), ONE)
+        self.wholes: set[int] = set()
+        self.whole_only = threading.Event()
+
+    def submit(self, id: int, inputs: tuple[Tensor, ...], *, whole: bool = False) -> None:
+        (x,) = inputs
+        if whole:
+            self.wholes.add(id)
+            super().submit(id, inputs)
+            return
+        even = torch.arange(0, len(x), 2)
+        odd = torch.arange(1, len(x), 2)
+        self.answered(Answer(id, even, (x[even],), exit="low"))
+        if len(odd):
+            self.answered(Answer(id, odd, (x[odd] + 1,), degraded=x[0, 0] == 7))
+
+
+def test_exits_are_named(start: Start) -> None:
+    server = start(Network(), probe_s=1)
+    engine = Exits()
+    server.call(server.versions.add, "exits", engine)
+    server.wait_ready("exits", 10)
+    path = "/v2/models/model/versions/exits/infer"
+    assert ask(server, (5, 5), path=path).json()["parameters"] == {"exit": "low"}
+    answer = ask(server, (1, 1), (2, 2), (3, 3), path=path).json()
+    assert answer["parameters"] == {"exit": "low,,low"}
+    assert answer["outputs"][0]["data"] == [1, 1, 3, 3, 3, 3]
+    assert ask(server, (7, 7), (2, 2), path=path).json()["parameters"]["degraded"] is True
+    # Rows that leave early do not show that all modules respond: probes go on.
+    probes = len(engine.wholes)
+    until = time.monotonic() + 10
+    while len(engine.wholes) < probes + 2:
+        assert time.monotonic() < until
+        assert ask(server, path=path).status_code == 200
+    assert figure(server, 'dni_exits_total{model="model",version="exits",exit="low"}') > 4
+
+
+def test_paths_and_methods(network: Network, start: Start) -> None:
+    server = start(network)
+    assert get(server, "/v2").json()["extensions"] == ["binary_tensor_data"]
+    assert get(server, "/v2/models/model").json()["versions"] == ["1"]
+    for path in ("/", "/v2/", "/v2/models/other", "/v2/models/model/versions", "/v1"):
+        assert get(server, path).status_code == 404
+    assert get(server, INFER).status_code == 405
+    assert httpx.post(server.url + "/v2").status_code == 405
+    assert ask(server, path="/v2/models/model/versions/9/infer").status_code == 404
+    zipped = httpx.post(server.url + INFER, content=b"x", headers={"content-encoding": "gzip"})
+    assert zipped.status_code == 415
+
+
+def test_requests_in_a_row_on_one_connection(network: Network, start: Start) -> None:
+    server = start(network)
+    with raw(server, posted(request_of((1, 2))) * 20) as connection:
+        received = b""
+        while received.count(b'"data":[2.0,3.0]') < 20:
+            piece = connection.recv(100_000)
+            assert piece
+            received += piece
+    assert received.count(b"HTTP/1.1 200 OK") == 20
