@@ -85,7 +85,9 @@ class NetworkWrapper(nn.Module):
             y = self.network(*xs)
         if isinstance(y, Tensor):
             return y  # in one of the two modes, perhaps
-        tensor = None if self._returns is None else _tensor_at(y, self._returns.split("."))
+        told = None if self._returns is None else tuple(self._returns.split("."))
+        places = sorted(_places(y, (), set()), key=len) if told is None else [told]
+        tensor = _tensor_at(y, places[0]) if len(places) == 1 else None
         if tensor is None:
             places = sorted(_places(y, (), set()), key=len)
             names = ", ".join(repr(".".join(path)) for path in places[:8])

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -62,7 +63,7 @@ def find_attribute(name: str, kind: str, location: Location) -> Any:
         raise UsageError(f"{kind} {name!r} would be imported, which runs code")
     module_name, attribute = name.split(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        return attrgetter(attribute)(importlib.import_module(module_name))
     except ModuleNotFoundError as error:
         missing = f"there is no module {error.name!r}"
         raise SpecError(

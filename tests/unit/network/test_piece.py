@@ -163,6 +163,7 @@ FORMS = {
     "train": lambda y, aux, train: Pair(y, aux) if train else y,
     "eval": lambda y, aux, train: y if train else (aux, y),
     "many": lambda y, aux, train: {"all": [y] * 8, "last": aux},
+    "only": lambda y, aux, train: {"logits": y, "hidden": None},
     "none": lambda y, aux, train: None,
 }
 
@@ -352,9 +353,10 @@ def test_a_network_may_have_a_train_of_its_own() -> None:
         ("train", 0),
         ("train", "logits"),
         ("eval", "1"),
+        ("only", None),
     ],
 )
-def test_one_of_several_outputs(form: str, returns: str | int) -> None:
+def test_one_of_several_outputs(form: str, returns: str | int | None) -> None:
     spec = network("Gives", "float32[2]", args={"form": form}, returns=returns)
     assert NetworkSpec.model_validate(spec.to_yaml()) == spec
     cuts, x = ("first",), torch.randn(4, 2)
@@ -422,7 +424,6 @@ def test_cuts_have_names() -> None:
             {"until": "bend"},
             r"shape \(2,\) passes, which does not have the",
         ),
-        (("Tied", "int64[5]", "bool[5]"), {}, "forward returns dict"),
         (("number", "float32[2]"), {}, "returns int, not a torch.nn.Module"),
         (("Skip", "float32[2]"), {}, "module 'piecewise' has no 'Skip'"),
         (("Skips", "float32[3, 6]"), {}, "cannot be traced .*expected input"),
