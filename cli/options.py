@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -89,6 +89,10 @@ hosts_option = click.option(
 carry_option = click.option(
     "--carry", metavar="RUN", shell_complete=complete_runs,
     help="Go on from the newest checkpoint of a run of the same layers: with other settings, cuts.",
+)  # fmt: skip
+set_option = click.option(
+    "--set", "changes", multiple=True, metavar="NAME=VALUE",
+    help="Another value of a setting of the chain, such as lr=1e-3; repeatable.",
 )  # fmt: skip
 detach_option = click.option("-d", "--detach", is_flag=True, help="Run in the background.")
 dry_run_option = click.option(
@@ -177,10 +181,12 @@ def new_run(
     run_dir: Path | None,
     name: str | None = None,
     carry: str | None = None,
+    changes: Sequence[str] = (),
 ) -> tuple[CheckedChain, Path]:
     """Check a chain that is to be started; return it, and the directory of its new run.
 
-    ``data`` replaces its ``data.path``; it goes on from the newest checkpoint of the run ``carry``.
+    ``data`` replaces its ``data.path``, and ``changes`` (NAME=VALUE) other settings; it goes on
+    from the newest checkpoint of the run ``carry``.
     Other runs of the chain that are active are told of.
     """
     from dni_runtime.plan.create import check_place, run_root
@@ -190,6 +196,12 @@ def new_run(
     from dni_runtime.plan.prepare import prepare
 
     prepared = prepare(file, data=data)
+    if changes:
+        from dni_runtime.plan.prepare import prepare_with
+        from dni_runtime.spec.settings import read_value
+
+        pairs = (read_value(text, prepared.written) for text in changes)
+        prepared = prepare_with(prepared, dict(pairs))
     if carry is not None:
         from dni_runtime.plan.carrying import carry_over
 

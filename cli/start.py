@@ -33,6 +33,7 @@ from dnictl.options import (
     run_argument,
     run_dir_option,
     runs_option,
+    set_option,
     tell,
     trust_option,
 )
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 @run_dir_option
 @runs_option
 @carry_option
+@set_option
 @trust_option
 @images_option
 @data_option
@@ -68,6 +70,7 @@ def up(
     run_dir: Path | None,
     runs: Path,
     carry: str | None,
+    changes: tuple[str, ...],
     images: Path,
     data: Path | None,
     log_level: str,
@@ -91,7 +94,9 @@ def up(
     from dni_runtime.schedulers.slurm.commands import own_job
     from dni_runtime.schedulers.ssh import parse_hosts
 
-    prepared, root = new_run(chain, data=data, runs=runs, run_dir=run_dir, name=name, carry=carry)
+    prepared, root = new_run(
+        chain, data=data, runs=runs, run_dir=run_dir, name=name, carry=carry, changes=changes
+    )
     settings = StartSettings(root, backend, images, log_level=log_level)
     if hosts is not None:
         settings = replace(settings, scheduler="ssh", hosts=parse_hosts(hosts))

@@ -30,6 +30,7 @@ from dnictl.options import (
     profile_option,
     run_dir_option,
     runs_option,
+    set_option,
     site_for,
     tell,
     trust_option,
@@ -69,6 +70,7 @@ costs_option = click.option(
 @run_dir_option
 @runs_option
 @carry_option
+@set_option
 @trust_option
 @images_option
 @data_option
@@ -89,6 +91,7 @@ def submit(
     run_dir: Path | None,
     runs: Path,
     carry: str | None,
+    changes: tuple[str, ...],
     images: Path,
     data: Path | None,
     log_level: str,
@@ -110,7 +113,9 @@ def submit(
     from dni_runtime.schedulers.slurm.submit import job_record, placement_rows, submit_run
 
     site_profile = chosen_profile(profile)
-    prepared, root = new_run(chain, data=data, runs=runs, run_dir=run_dir, name=name, carry=carry)
+    prepared, root = new_run(
+        chain, data=data, runs=runs, run_dir=run_dir, name=name, carry=carry, changes=changes
+    )
     request = job_request(
         root, prepared, site_profile, nodes=nodes, costs=costs, strict=not dry_run
     )

@@ -16,8 +16,9 @@ from dni_runtime.api.run import Run
 from dni_runtime.errors import UsageError
 from dni_runtime.files import write_atomic
 from dni_runtime.plan.create import check_place, run_root
-from dni_runtime.plan.prepare import prepare, prepare_again
+from dni_runtime.plan.prepare import prepare, prepare_with
 from dni_runtime.plan.settings import StartSettings
+from dni_runtime.spec.settings import find_setting
 from dni_runtime.split.balance import Balance
 from dni_runtime.split.part import Parts, doubt
 
@@ -225,6 +226,7 @@ class Chain:
         *,
         epochs: int | None = None,
         seed: int | None = None,
+        settings: Mapping[str, Any] | None = None,
         backend: Literal["auto", "process", "apptainer"] = "auto",
         images: Path | str = "images",
         runs: Path | str = "runs",
@@ -240,6 +242,8 @@ class Chain:
         Args:
             epochs: Instead of the chain's.
             seed: Instead of the chain's.
+            settings: Values of other settings of the chain, by their paths or enough of their
+                words: ``{"lr": 1e-3}``.
             backend: What the workers are: processes, or containers; ``auto`` takes containers
                 where Apptainer and the images are there.
             images: Folder of the module images.
@@ -253,13 +257,14 @@ class Chain:
         Raises:
             DniError: The run cannot start here; says what is missing.
         """
-        options = {"epochs": epochs, "seed": seed}
-        update = {name: value for name, value in options.items() if value is not None}
-        if epochs is not None and epochs < 1:
-            raise UsageError(f"epochs={epochs}: a run has at least one")
         prepared = self.prepared
-        if update:
-            prepared = prepare_again(prepared, prepared.written.model_copy(update=update))
+        changes = {
+            find_setting(name, prepared.written): value for name, value in (settings or {}).items()
+        }
+        options = {"epochs": epochs, "seed": seed}
+        changes |= {name: value for name, value in options.items() if value is not None}
+        if changes:
+            prepared = prepare_with(prepared, changes)
         if carry is not None:
             from dni_runtime.plan.carrying import carry_over
 
@@ -268,8 +273,8 @@ class Chain:
         place = (None if run_dir is None else Path(run_dir), Path(runs), name)
         check_place(*place)
         root = run_root(prepared.chain.name, *place)
-        settings = StartSettings(root, backend, Path(images), log_level=log_level)
-        planned = plan_run(prepared, settings)
+        start = StartSettings(root, backend, Path(images), log_level=log_level)
+        planned = plan_run(prepared, start)
         for notice in planned.site.notices:
             _log.warning("%s", notice)
         planned.launch().detach()

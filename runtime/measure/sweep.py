@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from dni_runtime.errors import SpecError, UsageError
+from dni_runtime.errors import UsageError
 from dni_runtime.measure.compare import ComparedMetric, metric_of
 from dni_runtime.measure.figures import MetricsReader
-from dni_runtime.plan.prepare import CheckedChain, prepare_again
+from dni_runtime.plan.prepare import CheckedChain, prepare_with
 from dni_runtime.run.documents.best import Best
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 from dni_runtime.spec import ChainSpec
-from dni_runtime.spec.settings import read_setting, with_settings, words_of
+from dni_runtime.spec.settings import read_setting, words_of
 
 _MOST = 1000
 """Runs of one sweep: more are a mistake."""
@@ -61,12 +61,9 @@ def read_variants(prepared: CheckedChain, texts: Sequence[str], name: str) -> li
     digits, variants = len(str(count)), []
     for number, values in enumerate(product(*choices.values()), 1):
         settings = dict(zip(choices, values, strict=True))
-        words = words_of(settings)
-        try:
-            changed = prepare_again(prepared, with_settings(prepared.written, settings))
-        except SpecError as error:
-            raise UsageError(f"{words}: {error.path}: {error.message}", hint=error.hint) from None
-        tag = re.sub(r"[^A-Za-z0-9.-]+", "-", words.replace("=", "")).strip("-")[:60]
+        changed = prepare_with(prepared, settings)
+        words = words_of(settings).replace("=", "")
+        tag = re.sub(r"[^A-Za-z0-9.-]+", "-", words).strip("-")[:60]
         variants.append(Variant(f"{name}-{number:0{digits}}-{tag}", settings, changed))
     return variants
 

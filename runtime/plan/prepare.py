@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dni_runtime.errors import DataError, SpecError
+from dni_runtime.errors import DataError, SpecError, UsageError
 from dni_runtime.run.record import Record
 from dni_runtime.spec import (
     ChainSpec,
@@ -20,6 +20,7 @@ from dni_runtime.spec import (
 )
 from dni_runtime.spec.load import line_of, naming_file
 from dni_runtime.spec.replicas import workers_of
+from dni_runtime.spec.settings import with_settings, words_of
 
 if TYPE_CHECKING:  # they import torch
     from dni_runtime.plan.initial import Weights
@@ -190,6 +191,16 @@ def prepare_again(prepared: CheckedChain, written: ChainSpec) -> CheckedChain:
             sources=sources,
             initial=find_initial(written, workers, base),
         )
+
+
+def prepare_with(prepared: CheckedChain, settings: Mapping[str, Any]) -> CheckedChain:
+    """Check a chain with other values of some settings, by their paths."""
+    try:
+        return prepare_again(prepared, with_settings(prepared.written, settings))
+    except SpecError as error:
+        raise UsageError(
+            f"{words_of(settings)}: {error.path}: {error.message}", hint=error.hint
+        ) from None
 
 
 def _find_data(chain: ChainSpec, base: Path) -> tuple[DataInfo, Path | None]:

@@ -33,10 +33,21 @@ def read_setting(text: str, chain: ChainSpec) -> tuple[str, Sequence[Any]]:
         raise UsageError(f"{text!r}: {error.message}") from None
     if not values:
         raise UsageError(f"{text!r} has no values", hint="for example: lr=1e-3,3e-3 or seed=0..2")
-    return _find(name, chain), values
+    return find_setting(name, chain), values
 
 
-def _find(name: str, chain: ChainSpec) -> str:
+def read_value(text: str, chain: ChainSpec) -> tuple[str, Any]:
+    """Read ``NAME=VALUE``; return the setting's path and its value."""
+    path, values = read_setting(text, chain)
+    if len(values) > 1:
+        raise UsageError(
+            f"{text!r} has {len(values)} values",
+            hint="a list is [a, b]; 'dnictl sweep' trains with each of several values",
+        )
+    return path, values[0]
+
+
+def find_setting(name: str, chain: ChainSpec) -> str:
     """Return the path of the setting that a name means: first of those that the chain sets."""
     whole = chain.model_dump(mode="json")
     allowed = [path for path in dict(settings_in(whole)) if not path.startswith("modules.")]

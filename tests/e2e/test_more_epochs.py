@@ -60,11 +60,13 @@ def test_two_epochs_and_two_more_are_four(site: Site) -> None:
     assert run.state().phase == "finished"
 
     # the same by '--carry', with another learning rate in the chain
-    (site.folder / "chain.yaml").write_text((CHAIN % (5, FIXED)).replace("lr: 0.01", "lr: 0.002"))
-    said = site.run("up", "--carry", run.name, "--backend", "process").stdout
+    changes = ("--set", "lr=0.002", "--set", "epochs=5")
+    said = site.run("up", "--carry", run.name, "--backend", "process", *changes).stdout
     assert "epoch 5/5" in said
+    last = Run.find(runs=site.folder / "runs")
+    assert {spec.optimizer.args["lr"] for spec in last.record.specs()[1]} == {0.002}
     with pytest.raises(UsageError, match="has finished what the chain asks for"):
-        Chain(site.folder / "chain.yaml").train(carry=Run.find(runs=site.folder / "runs"))
+        Chain(site.folder / "chain.yaml").train(carry=last, settings={"lr": 0.002, "epochs": 5})
 
 
 @pytest.mark.timeout(300)

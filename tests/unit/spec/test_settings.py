@@ -8,7 +8,7 @@ import pytest
 
 from dni_runtime.errors import UsageError
 from dni_runtime.spec.load import parse_chain
-from dni_runtime.spec.settings import differing, read_setting, with_settings, words_of
+from dni_runtime.spec.settings import differing, read_setting, read_value, with_settings, words_of
 
 CHAIN = parse_chain("""\
 name: small
@@ -59,6 +59,12 @@ def test_a_name_or_values_that_mean_nothing(text: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         read_setting(text, CHAIN)
     assert words in str(caught.value)
+
+
+def test_one_value() -> None:
+    assert read_value("lr=1e-3", CHAIN) == ("defaults.optimizer.Adam.lr", 1e-3)
+    with pytest.raises(UsageError, match=r"'seed=1,2' has 2 values"):
+        read_value("seed=1,2", CHAIN)
 
 
 def test_other_values() -> None:
