@@ -83,7 +83,9 @@ def predict(
     if output is not None:
         found.save(output)
     if confusion is not None:
-        found.draw(confusion)
+        from dni_runtime.measure.curves import save_figure
+
+        save_figure(found.plot(), confusion)
     if as_json:
         print_json(document | {"confusion": _confusion(found)})
         return

@@ -90,21 +90,19 @@ class Answers(NamedTuple):
     confidence_EN: Tensor
     right_EN: Tensor  # whether it is the label
 
-    def of(self, numbers_N: Tensor) -> Answers:
-        """Return those to some of the samples."""
-        return Answers(self.confidence_EN[:, numbers_N], self.right_EN[:, numbers_N])
+    def halves(self) -> tuple[Answers, Answers]:
+        """Return those that choose thresholds, and those that check them: drawn, always alike."""
+        count = self.right_EN.shape[1]
+        drawn_N = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+        parts = drawn_N[: count // 2], drawn_N[count // 2 :]
+        first, second = (Answers(*(each[:, part_N] for each in self)) for part_N in parts)
+        return first, second
 
     def early(self, thresholds: Thresholds) -> tuple[Tensor, Tensor]:
         """Return at which exit each sample leaves, ``[N]``, and whether its answer is right."""
         bounds_E = torch.tensor([_NEVER if t is None else t for t in thresholds] + [-_NEVER])
         exit_N = (self.confidence_EN >= bounds_E.unsqueeze(1)).int().argmax(0)  # the first one
         return exit_N, self.right_EN.gather(0, exit_N.unsqueeze(0))[0]
-
-
-def halves(samples: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers of the samples that choose thresholds, and of those that check them."""
-    drawn_N = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
-    return drawn_N[: samples // 2], drawn_N[samples // 2 :]
 
 
 def share_right(confidence_N: Tensor, right_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,6 @@ from dni_runtime.core.exits import (
     assess,
     choose,
     early_head,
-    halves,
     head_of,
     may_leave,
     share_right,
@@ -116,7 +115,7 @@ class ChainExits:
             )
         confidence_EN, class_EN, y_N = self._answers(source)
         answers = Answers(confidence_EN, class_EN == y_N)
-        choosing, checking = map(answers.of, halves(len(y_N)))
+        choosing, checking = answers.halves()
         promises = dict.fromkeys((points, *PROMISES) if confidence is None else PROMISES)
         rules = [assess(checking, choose(choosing, promise), promise) for promise in promises]
         if confidence is not None:

@@ -111,12 +111,6 @@ class Predictions:
 
         return draw_matrix(self.confusion().tolist())
 
-    def draw(self, file: Path) -> None:
-        """Write this figure to a file."""
-        from dni_runtime.measure.curves import save_figure
-
-        save_figure(self.plot(), file)
-
     def save(self, file: Path | str) -> None:
         """Write ``outputs`` and, if there are any, ``labels`` to a NumPy ``.npz`` file."""
         outputs = self.outputs

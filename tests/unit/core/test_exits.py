@@ -96,14 +96,14 @@ def test_the_interval_of_what_is_lost() -> None:
 
 @pytest.mark.parametrize("points", [0.5, 2.0])
 def test_the_promise_is_kept_on_other_samples(points: float) -> None:
-    """Of forty draws at most a few break it, by chance; and a good share leaves."""
+    """Of twenty draws at most a few break it, by chance; and a good share leaves."""
     broken, leave = 0, []
-    for seed in range(40):
+    for seed in range(20):
         thresholds = choose(easy_and_hard(4000, seed), points)
         rule = assess(easy_and_hard(100_000, 1000 + seed), thresholds, points)
         broken += rule.lost[1] > points
         leave.append(rule.leave[0])
-    assert broken <= 6  # 1 in 20 is expected
+    assert broken <= 3  # 1 is expected
     assert 0.05 < np.mean(leave) < 0.6
 
 
