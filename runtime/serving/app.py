@@ -35,7 +35,7 @@ _TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 _HEADER_LENGTH = b"inference-header-content-length"
 _VERSION = "dni_runtime.version"
 """Where a request's scope has the version that answers it."""
-_WATCH_S = 0.02
+_WATCH_S = 0.05
 """From then on a request's client is watched: most are answered earlier, and watching costs."""
 _BODIES = 8
 """So many of the largest bodies are held at once while they are received."""
@@ -164,10 +164,11 @@ class App:
     async def _infer(
         self, name: str | None, scope: Message, headers: dict[bytes, bytes], receive: Receive
     ) -> _Response:
+        content = await self._body(headers, receive)
+        # From here to the queue nothing is awaited: the versions stay as they are.
         version = self._versions.default if name is None else self._versions[name]
-        scope[_VERSION] = version.name
-        body, signature = await self._body(headers, receive), version.engine.signature
-        request = read_request(body, headers.get(_HEADER_LENGTH), signature)
+        scope[_VERSION], signature = version.name, version.engine.signature
+        request = read_request(content, headers.get(_HEADER_LENGTH), signature)
         if name is None:
             version = self._versions.choose(request.id)  # it has the same signature
             scope[_VERSION] = version.name
@@ -203,7 +204,10 @@ class App:
     def _count(self, scope: Message, status: str, duration_s: float) -> None:
         """Count a request for outputs."""
         if scope["path"].endswith("/infer"):
-            figures = self._requests.setdefault(scope.get(_VERSION, ""), RequestFigures())
+            name = scope.get(_VERSION, "")
+            if name not in self._requests:
+                self._requests[name] = RequestFigures()
+            figures = self._requests[name]
             figures.requests[status] = figures.requests.get(status, 0) + 1
             figures.request_s.add(duration_s)
 

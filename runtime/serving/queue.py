@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from dni_runtime.errors import DniError, RequestError, WorkerError
 from dni_runtime.serving.engine import Answer
 from dni_runtime.serving.protocol import Signature, empty
+from dni_runtime.serving.settings import Settings
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +42,6 @@ class Job:
     error: Exception | None = None
     over: bool = False
     taken: int = 0  # rows that are in batches
-    batches: set[int] = field(default_factory=set)  # that have rows of it
 
 
 class Part(NamedTuple):
@@ -61,36 +61,21 @@ class Batch:
     rows: int
     inputs: tuple[Tensor, ...]
     sent: float
-    whole: bool
-    unfinished: int  # requests that wait for it
+    error: Exception | None = None  # it has failed
+
+    @property
+    def whole(self) -> bool:
+        """Whether no row may leave at an exit."""
+        return self.parts[0].job.whole
 
 
 class Queue:
-    """Requests of one engine.
+    """Requests to an engine with this signature."""
 
-    Args:
-        signature: The engine's.
-        max_batch: Most rows of a batch.
-        max_waiting: Most rows that wait to be put into a batch; more are refused.
-        deadline_s: A request without an answer by then fails.
-        batch_wait_s: So long a batch that is not full waits for more rows.
-    """
-
-    def __init__(
-        self,
-        signature: Signature,
-        *,
-        max_batch: int,
-        max_waiting: int,
-        deadline_s: float,
-        batch_wait_s: float = 0.0,
-    ) -> None:
+    def __init__(self, signature: Signature, settings: Settings) -> None:
         self._signature = signature
+        self._settings = settings
         self._outputs = empty(signature.outputs, 0)
-        self._max_batch = max_batch
-        self._max_waiting = max_waiting
-        self._deadline_s = deadline_s
-        self._batch_wait_s = batch_wait_s
         self._id = 0  # of the last batch
         self._jobs: dict[Job, None] = {}  # that are not over, by deadline
         self._waiting: dict[Job, None] = {}  # those with rows in no batch
@@ -104,34 +89,22 @@ class Queue:
         return len(self._jobs)
 
     def put(
-        self,
-        inputs: tuple[Tensor, ...],
-        now: float,
-        done: Callable[[], None],
-        *,
-        whole: bool = False,
+        self, inputs: tuple[Tensor, ...], now: float, done: Callable[[], None], whole: bool = False
     ) -> Job:
         """Add a request; ``whole`` ones go first, in a batch of their own.
 
         Raises:
             RequestError: With status 429 or 413 if too many rows would wait.
         """
-        rows = len(inputs[0])
-        if rows > self._max_waiting:
-            raise RequestError(
-                413,
-                f"{rows} rows are more than may wait ({self._max_waiting})",
-                hint="send them in several requests",
-            )
-        if self.waiting + rows > self._max_waiting and not whole:
-            batches = ceil(self.waiting / self._max_batch)
-            raise RequestError(
-                429,
-                f"{self.waiting} rows wait, and no more than {self._max_waiting} may",
-                hint="send the request again later",
-                retry_after_s=max(1, ceil(batches * self._batch_s)),
-            )
-        deadline = now + self._deadline_s
+        rows, most = len(inputs[0]), self._settings.max_waiting
+        if rows > most:
+            text = f"{rows} rows are more than may wait ({most})"
+            raise RequestError(413, text, hint="send them in several requests")
+        if self.waiting + rows > most and not whole:
+            text = f"{self.waiting} rows wait, and no more than {most} may"
+            later_s = max(1, ceil(self.waiting / self._settings.max_batch * self._batch_s))
+            raise RequestError(429, text, hint="send it again later", retry_after_s=later_s)
+        deadline = now + self._settings.deadline_s
         exits: list[str | None] = [None] * rows
         job = Job(inputs, rows, done, now, deadline, whole, rows, exits, bytearray(rows))
         self._jobs[job] = None
@@ -147,16 +120,15 @@ class Queue:
         """Forget a request whose client has gone."""
         if not job.over:
             self._end(job)
+            self._forget()
 
     def take(self, now: float) -> Batch | None:
         """Return the next batch, if there are rows for one now."""
-        while self._alone:
-            part = self._alone.popleft()
-            if not part.job.over:
-                return self._batch([part], now)
+        if self._alone:
+            return self._batch([self._alone.popleft()], now)
         if not self._waiting or now < self._due():
             return None
-        parts, room = [], self._max_batch
+        parts, room = [], self._settings.max_batch
         while room and self._waiting:
             job = next(iter(self._waiting))
             part = Part(job, job.taken, min(room, job.rows - job.taken))
@@ -195,14 +167,16 @@ class Queue:
             begin += part.rows
         if answer.exit is None:
             self._batch_s += 0.1 * (now - batch.sent - self._batch_s)
+        self._forget()
         return batch
 
     def expire(self, now: float) -> None:
         """Fail the requests whose deadline has passed."""
         while self._jobs and (job := next(iter(self._jobs))).deadline <= now:
             waited = "its rows wait" if job.taken < job.rows else "it is being computed"
-            text = f"not answered within {self._deadline_s:g} s: {waited}"
+            text = f"not answered within {self._settings.deadline_s:g} s: {waited}"
             self._finish(job, RequestError(504, text))
+            self._forget()
 
     def next_at(self, *, room: bool) -> float | None:
         """Return when ``expire`` or, if the engine has room, ``take`` will have something to do."""
@@ -213,8 +187,8 @@ class Queue:
 
     def _due(self) -> float:
         first = next(iter(self._waiting))
-        full = self.waiting >= self._max_batch
-        return first.arrived + (0.0 if full else self._batch_wait_s)
+        full = self.waiting >= self._settings.max_batch
+        return first.arrived + (0.0 if full else self._settings.batch_wait_s)
 
     def _batch(self, parts: list[Part], now: float) -> Batch:
         self._id += 1
@@ -225,10 +199,8 @@ class Queue:
                 for n in range(len(self._signature.inputs))
             )
         )
-        batch = Batch(self._id, parts, len(inputs[0]), inputs, now, parts[0].job.whole, len(parts))
+        batch = Batch(self._id, parts, len(inputs[0]), inputs, now)
         self._sent[batch.id] = batch
-        for part in parts:
-            part.job.batches.add(batch.id)
         return batch
 
     def _misfit(self, batch: Batch, answer: Answer, rows: list[int] | None) -> DniError | None:
@@ -268,15 +240,16 @@ class Queue:
             self._finish(job)
 
     def _fail(self, batch: Batch, error: Exception) -> None:
+        batch.error = error
         del self._sent[batch.id]
         for part in batch.parts:
-            part.job.batches.discard(batch.id)
             if part.job.over:
                 continue
             if len(batch.parts) > 1:
                 self._alone.append(part)
             else:
                 self._finish(part.job, error)
+                self._forget()
 
     def _finish(self, job: Job, error: Exception | None = None) -> None:
         self._end(job)
@@ -289,9 +262,10 @@ class Queue:
         if job in self._waiting:
             del self._waiting[job]
             self.waiting -= job.rows - job.taken
-        for id in job.batches:
-            batch = self._sent[id]
-            batch.unfinished -= 1
-            if not batch.unfinished:
-                del self._sent[id]
-        job.batches.clear()
+
+    def _forget(self) -> None:
+        """Forget batches and parts that nobody waits for any more."""
+        self._alone = deque(part for part in self._alone if not part.job.over)
+        sent = self._sent.values()
+        for id in [batch.id for batch in sent if all(part.job.over for part in batch.parts)]:
+            del self._sent[id]

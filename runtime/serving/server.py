@@ -95,7 +95,7 @@ class Server:
             files = f"{str(settings.tls_cert)!r} and {str(settings.tls_key)!r}"
             raise UsageError(f"the TLS files {files} cannot be used: {error}") from None
         self._uvicorn = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._run, name="server")
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._loop = uvloop.new_event_loop()
 
     def start(self, engines: Mapping[str, Engine]) -> None:
@@ -105,8 +105,12 @@ class Server:
             if not self._thread.is_alive():
                 raise UnavailableError(f"the server at {self.url} has not started")
             time.sleep(0.01)
-        for name, engine in engines.items():
-            self.call(self.versions.add, name, engine)
+        try:
+            for name, engine in engines.items():
+                self.call(self.versions.add, name, engine)
+        except BaseException:
+            self.stop(0)
+            raise
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function, such as a method of ``versions``, in the server's thread."""

@@ -10,13 +10,13 @@ from pathlib import Path
 from pydantic import Field
 
 from dni_runtime.errors import UsageError
-from dni_runtime.spec.named import Frozen
+from dni_runtime.spec.named import Frozen, Name
 
 
 class Settings(Frozen):
     """How a model is served."""
 
-    name: str = "model"
+    name: Name = "model"
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0: a free one
     token_file: Path | None = None  # of the token that requests must bear

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import zlib
 from collections.abc import Iterator
 from time import monotonic
@@ -44,13 +45,7 @@ class Version:
         self.figures = VersionFigures()
         self._probe_s = settings.probe_s
         self._sample = sample or engine.signature.zeros()
-        self._queue = Queue(
-            engine.signature,
-            max_batch=settings.max_batch,
-            max_waiting=settings.max_waiting,
-            deadline_s=settings.deadline_s,
-            batch_wait_s=settings.batch_wait_s,
-        )
+        self._queue = Queue(engine.signature, settings)
         self._loop = asyncio.get_running_loop()
         self._proved = -float("inf")  # when a batch had gone through the whole engine
         self._probe: Job | None = None
@@ -112,7 +107,7 @@ class Version:
         return self.figures
 
     def _answered(self, answer: Answer) -> None:
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._take, answer)
 
     def _take(self, answer: Answer) -> None:
@@ -121,7 +116,7 @@ class Version:
         rows = len(answer.outputs[0]) if answer.outputs else 0
         if answer.exit is not None:
             figures.exits[answer.exit] = figures.exits.get(answer.exit, 0) + rows
-        elif rows and not answer.degraded:
+        elif rows and not answer.degraded and (batch is None or batch.error is None):
             # Also if nobody waits for it any more: it shows that the modules respond.
             self._proved = now
         figures.degraded += rows * answer.degraded
@@ -236,7 +231,7 @@ class Versions:
             UnavailableError: One of them is not ready; nothing has changed.
             UsageError: The canary takes or returns something else than the default.
         """
-        chosen = [self._versions[name] for name in (default, canary) if name is not None]
+        chosen = [self[name] for name in (default, canary) if name is not None]
         for version in chosen:
             if not version.ready:
                 raise UnavailableError(f"version {version.name!r} is not ready: {version.problem}")
@@ -249,7 +244,7 @@ class Versions:
 
     async def drained(self, name: str) -> None:
         """Wait until no request of a version is on its way."""
-        while not self._versions[name].idle:
+        while not self[name].idle:
             await asyncio.sleep(0.02)
 
     async def remove(self, name: str) -> None:

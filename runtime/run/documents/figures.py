@@ -97,7 +97,8 @@ def page(families: Iterable[list[str]]) -> str:
 
 def families(documents: Sequence[tuple[dict[str, str], Document]]) -> Iterable[list[str]]:
     """Yield the family of each figure, of documents of one type with these labels."""
-    for figure in figures_of(type(documents[0][1])):
+    kinds = {type(document) for _, document in documents}
+    for figure in [figure for kind in kinds for figure in figures_of(kind)]:
         points: list[Point] = []
         for labels, document in documents:
             value = getattr(document, figure.name)

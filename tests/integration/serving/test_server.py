@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +28,9 @@ from dni_runtime.serving.engine import Answer, InProcess
 from dni_runtime.serving.protocol import Signature
 from dni_runtime.serving.server import Server, serve
 from dni_runtime.serving.settings import Settings
+from dni_runtime.spec import TensorSpec
 from tests.conftest import eventually
+from tests.e2e.conftest import need
 from tests.specs import float32
 
 ONE = Signature({"x": float32(2)}, {"y": float32(2)})
@@ -131,8 +135,6 @@ class TwoInputs(nn.Module):
 
 @pytest.mark.parametrize("binary", [False, True])
 def test_a_client_of_others_gets_what_the_network_computes(binary: bool, start: Start) -> None:
-    from dni_runtime.spec import TensorSpec
-
     word = TensorSpec(shape=(), dtype="int64")
     signature = Signature({"x": float32(3), "word": word}, {"y": float32(5), "best": word})
     network = TwoInputs().eval()
@@ -312,6 +314,20 @@ def test_a_port_in_use(network: Network, start: Start) -> None:
         start(Network(), port=port)
 
 
+def test_tls(network: Network, start: Start, tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = [need("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    server = start(network, tls_cert=cert, tls_key=key)
+    assert server.url.startswith("https://")
+    trusted = ssl.create_default_context(cafile=str(cert))
+    answer = httpx.post(server.url + INFER, json=request_of((1, 2)), verify=trusted)
+    assert answer.json()["outputs"][0]["data"] == [2, 3]
+    with pytest.raises(httpx.ConnectError, match="certificate"):
+        httpx.get(server.url + "/v2/health/live", verify=ssl.create_default_context())
+
+
 def test_tls_files_that_are_missing(network: Network, start: Start, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="TLS files"):
         start(network, tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem")
@@ -333,6 +349,14 @@ def test_health_is_true(network: Network, start: Start) -> None:
         server.wait_ready("1", 0.1)
     network.gate.set()
     eventually("it is ready again", lambda: get(server).status_code == 200, 5)
+
+
+def test_a_network_that_does_not_fit_is_never_ready(start: Start) -> None:
+    server = start(nn.Linear(2, 3), probe_s=1)
+    with pytest.raises(UnavailableError, match=r"last probe failed: the model's outputs are .*3"):
+        server.wait_ready("1", 2)
+    assert "instead of" in ask(server).json()["error"]
+    assert get(server).status_code == 503
 
 
 def test_a_drain_answers_all(network: Network, start: Start) -> None:
@@ -475,6 +499,7 @@ def test_exits_are_named(start: Start) -> None:
 
 def test_paths_and_methods(network: Network, start: Start) -> None:
     server = start(network)
+    assert "dni_ready" in get(server, "/metrics").text
     assert get(server, "/v2").json()["extensions"] == ["binary_tensor_data"]
     assert get(server, "/v2/models/model").json()["versions"] == ["1"]
     for path in ("/", "/v2/", "/v2/models/other", "/v2/models/model/versions", "/v1"):
@@ -495,3 +520,26 @@ def test_requests_in_a_row_on_one_connection(network: Network, start: Start) -> 
             assert piece
             received += piece
     assert received.count(b"HTTP/1.1 200 OK") == 20
+
+
+def test_hostile_bytes(network: Network, start: Start) -> None:
+    """Whatever is sent, the answer is one of HTTP's, and the next client is served."""
+    server, drawn = start(network, deadline_s=5), random.Random(0)
+    valid = posted(request_of((1, 2)))
+    pieces = [b"\r\n", b"\0", b"[" * 50, b"-1", b"9" * 30, b'"', b"{}", b"content-length: 5\r\n"]
+    statuses: set[bytes] = set()
+    for _ in range(300):
+        data = bytearray(valid)
+        for _ in range(drawn.randint(1, 4)):
+            at = drawn.randrange(len(data))
+            data[at : at + drawn.randint(0, 9)] = drawn.choice([*pieces, drawn.randbytes(3)])
+        with raw(server, bytes(data)) as connection:
+            connection.shutdown(socket.SHUT_WR)  # what is missing does not come
+            try:
+                answer = connection.recv(10_000)
+            except ConnectionResetError:
+                answer = b""
+        statuses.add(answer[9:12])
+    assert statuses <= {b"", b"200", b"400", b"404", b"405", b"413", b"415"}
+    assert {b"400", b"404"} <= statuses
+    assert ask(server).status_code == 200

@@ -14,6 +14,7 @@ from dni_runtime.errors import RequestError, WorkerError
 from dni_runtime.serving.engine import Answer
 from dni_runtime.serving.protocol import Signature
 from dni_runtime.serving.queue import Batch, Job, Queue
+from dni_runtime.serving.settings import Settings
 from tests.specs import float32
 
 ONE = Signature({"x": float32(1)}, {"y": float32(1)})
@@ -57,7 +58,7 @@ def outputs_of(job: Job) -> list[float]:
 
 @pytest.fixture
 def client() -> Client:
-    return Client(Queue(ONE, max_batch=4, max_waiting=10, deadline_s=5))
+    return Client(Queue(ONE, Settings(max_batch=4, max_waiting=10, deadline_s=5)))
 
 
 def test_rows_are_counted_not_requests(client: Client) -> None:
@@ -77,7 +78,7 @@ def test_rows_are_counted_not_requests(client: Client) -> None:
 
 
 def test_a_batch_may_wait_for_more_rows() -> None:
-    client = Client(Queue(ONE, max_batch=4, max_waiting=10, deadline_s=5, batch_wait_s=1))
+    client = Client(Queue(ONE, Settings(max_batch=4, max_waiting=10, deadline_s=5, batch_wait_s=1)))
     client.put(1, now=0.0)
     assert client.take(0.5) is None
     assert client.queue.next_at(room=True) == 1.0
@@ -223,7 +224,7 @@ ACTION = st.one_of(
 @given(st.lists(ACTION, max_size=60), st.randoms(use_true_random=False))
 def test_each_row_is_answered_once_and_none_is_lost(actions, random) -> None:  # type: ignore[no-untyped-def]
     """Whatever happens, a request gets the answers of its rows in order, or its own failure."""
-    client = Client(Queue(ONE, max_batch=4, max_waiting=40, deadline_s=20))
+    client = Client(Queue(ONE, Settings(max_batch=4, max_waiting=40, deadline_s=20)))
     queue, now, value = client.queue, 0.0, 0.0
     jobs: dict[Job, tuple[list[float], bool]] = {}
     sent: list[Batch] = []
@@ -279,6 +280,7 @@ def test_each_row_is_answered_once_and_none_is_lost(actions, random) -> None:  #
             reply(batch, False, False)
         sent.clear()
     assert not queue._sent
+    assert not queue._alone
     assert len(client.done) == len(set(client.done)) == len(jobs) - len(left)
     for job in client.done:
         values, poisoned = jobs[job]
