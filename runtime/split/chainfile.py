@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ def write_chain(
     weights = path.with_suffix(".safetensors")
     rest = {key: value for key, value in settings.items() if key not in ("name", "modules")}
     image, defaults = (dict(rest.pop(key, {})) for key in ("image", "defaults"))
-    needed = requirements(spec.target, path.parent)
+    targets = [spec.target, *import_paths(settings.get("data"))]
+    needed = requirements(targets, path.parent)
     if needed:
         image["requirements"] = list(dict.fromkeys([*image.get("requirements", []), *needed]))
     defaults["init"] = {"file": weights.name, "names": {"0.network": ""}}
@@ -94,14 +96,25 @@ def _flow(document: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def requirements(target: str, folder: Path) -> list[str]:
-    """Return the installed packages that a network's source needs in an image.
+def import_paths(value: Any) -> Iterator[str]:
+    """Yield the import paths in a chain's ``data``."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from import_paths(item)
+    elif isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", value):
+        yield value
+
+
+def requirements(targets: Sequence[str], folder: Path) -> list[str]:
+    """Return the installed packages that the source of a network and its data needs in an image.
 
     Files in ``folder``, that of the chain file, are packed as sources.
     """
     packages = metadata.packages_distributions()
     versions: dict[str, None] = {}
-    queue, seen = [target.partition(":")[0]], set[str]()
+    queue, seen = [target.partition(":")[0] for target in targets], set[str]()
     while queue:
         name = queue.pop()
         top = name.partition(".")[0]

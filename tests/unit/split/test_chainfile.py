@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.split.chainfile import requirements
+from dni_runtime.split.chainfile import import_paths, requirements
 
 FILES = {
     "nets/__init__.py": "",
@@ -33,4 +33,20 @@ def test_packages(tmp_path: Path, target: str, packages: list[str]) -> None:
     (tmp_path / "nets").mkdir()
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    assert requirements(target, tmp_path) == [f"{name}=={version(name)}" for name in packages]
+    assert requirements([target], tmp_path) == [f"{name}=={version(name)}" for name in packages]
+
+
+def test_packages_of_the_data() -> None:
+    data = {
+        "dataset": "datasets:load_from_disk",
+        "collate": {"import": "transformers:Padding.of", "args": {"pad": {"import": "mine:pad"}}},
+        "augment": [{"import": "torchvision.transforms.v2:RandomCrop"}],
+        "path": "c:/texts",
+        "batch_size": 8,
+    }
+    assert list(import_paths(data)) == [
+        "datasets:load_from_disk",
+        "transformers:Padding.of",
+        "mine:pad",
+        "torchvision.transforms.v2:RandomCrop",
+    ]
