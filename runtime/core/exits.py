@@ -141,13 +141,15 @@ def choose(answers: Answers, points: float) -> Thresholds:
     pairs = zip(answers.confidence_EN[:-1], answers.right_EN, strict=False)
     tables = [share_right(confidence_N, right_N) for confidence_N, right_N in pairs]
     chosen: Thresholds = [None] * len(tables)
+    worst = -_NEVER
     for level in sorted({share for _, right_W in tables for share in right_W.tolist()})[::-1]:
         lower = [
             float(confidence_W[right_W >= level][0]) if right_W[-1] >= level else None
             for confidence_W, right_W in tables
         ]
-        early_N = answers.early(lower)[1]
-        if points_lost(answers.right_EN[-1], early_N, _ONE_SIDED)[2] > points:
+        low, _, high = points_lost(answers.right_EN[-1], answers.early(lower)[1], _ONE_SIDED)
+        worst = max(worst, (low + high) / 2)  # that more leave and less is lost would be luck
+        if worst + (high - low) / 2 > points:
             break
         chosen = lower
     return chosen
@@ -158,12 +160,12 @@ def assess(answers: Answers, thresholds: Thresholds, points: float | None = None
     exit_N, early_N = answers.early(thresholds)
     low, lost, high = points_lost(answers.right_EN[-1], early_N)
     promised = _NEVER if points is None else points
-    leave_E = torch.bincount(exit_N, minlength=len(answers.right_EN)) / len(exit_N)
+    leave_E = torch.bincount(exit_N, minlength=len(answers.right_EN)).double() / len(exit_N)
     return Rule(
         points=points,
         thresholds=tuple(thresholds),
         leave=tuple(leave_E.tolist()),
-        accuracy=float(early_N.float().mean()),
+        accuracy=float(early_N.double().mean()),
         lost=(low, lost, high),
         verdict="holds" if high <= promised else "broken" if low > promised else "not shown",
     )

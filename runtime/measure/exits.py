@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PROMISES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Points of accuracy for which there is always a rule."""
 
-_EPOCHS = 3  # in which heads are fitted to finished modules
+_EPOCHS, _STEPS = 3, 1000  # at least, in which heads are fitted to finished modules
 _FITTED = {"optimizer": {"Adam": {"lr": 0.001}}}
 
 
@@ -92,7 +92,8 @@ class ChainExits:
         for index, (choice, _) in self._trained.items():
             options = choice.args if choice.name == "local" else {}
             self._add(index, Choice(name="local", args=options | _FITTED))
-        for epoch in range(1, _EPOCHS + 1):
+        epochs = max(_EPOCHS, -(-_STEPS // source.train_batch_count))
+        for epoch in range(1, epochs + 1):
             for x, y_B in source.train_batches(epoch):
                 outputs = activations(self._modules, x)
                 for index, head in self.heads.items():
@@ -150,8 +151,8 @@ class ChainExits:
         return Exit(
             module=worker.module,
             head=None if index == -1 else self.heads[index].choice,
-            accuracy=float(right_N.float().mean()),
-            agreement=float(same_N.float().mean()),
+            accuracy=float(right_N.double().mean()),
+            agreement=float(same_N.double().mean()),
             sends=_bytes(edge.tensor for edge in worker.targets if edge.tensor),
             confidence=tuple(bounds_W.tolist()),
             right=tuple(right_W.tolist()),

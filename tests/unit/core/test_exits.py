@@ -113,13 +113,14 @@ def test_too_few_samples_show_nothing() -> None:
     assert rule.verdict == "not shown"
 
 
-def test_where_samples_can_leave() -> None:
+@pytest.mark.parametrize(
+    ("modules", "allowed"), [(DIAMOND, ["a"]), (U_SHAPE, ["a"]), (TWO_INPUTS, [])]
+)
+def test_where_samples_can_leave(modules: list[str], allowed: list[str]) -> None:
     """Where nothing passes by the module that they leave at."""
-    assert [may_leave(workers(DIAMOND), index) for index in range(3)] == [True, False, False]
-    assert [may_leave(workers(U_SHAPE), index) for index in range(4)] == [
-        True, False, False, False,
-    ]  # fmt: skip
-    assert not any(may_leave(workers(TWO_INPUTS), index) for index in range(3))
+    specs = workers(modules)
+    early = range(len(specs) - 1)
+    assert [specs[index].module for index in early if may_leave(specs, index)] == allowed
 
 
 @pytest.mark.parametrize("interface", ["mixed", "local: {head: mlp-sr}"])
