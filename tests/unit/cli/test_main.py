@@ -45,7 +45,7 @@ def test_the_list_of_commands(dnictl: Dnictl) -> None:
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("statsu", "status"), ("chekc", "check"), ("bench modul", "module"), ("up --jsn", "--json")],
+    [("statsu", "status"), ("chekc", "check"), ("bench modul", "module"), ("up --jsonn", "--json")],
 )
 def test_a_misspelt_command_or_option(typed: str, meant: str, dnictl: Dnictl) -> None:
     result = dnictl(*typed.split())
