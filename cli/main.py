@@ -75,6 +75,8 @@ GROUPS = {
         "export": "dnictl.runs",
         "predict": "dnictl.predict",
         "exits": "dnictl.exits",
+        "serve": "dnictl.serve",
+        "service": "dnictl.serve",
         "bench": "dnictl.measure",
         "compare": "dnictl.measure",
         "reference": "dnictl.measure",

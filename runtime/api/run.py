@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dni_runtime.api.checkpointed import Checkpointed
 from dni_runtime.errors import DataError, DniError, UsageError
@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # what starts and ends workers takes a while to import
 
     from dni_runtime.plan.balancing import Proposal
     from dni_runtime.plan.plan import LaunchPlan
+    from dni_runtime.serving.documents import ServiceState
     from dni_runtime.split.balance import Balance
     from dni_runtime.supervise.start import Launch
 
@@ -351,6 +352,46 @@ class Run(Checkpointed):
         """
         elastic = self.record.specs()[1][0].elastic
         return balance_of(self.directory, self.modules, elastic)
+
+    def serve(
+        self,
+        name: str | None = None,
+        *,
+        cut: int | None = None,
+        in_process: bool = False,
+        trust: bool = False,
+        **http: Any,
+    ) -> ServiceState:
+        """Serve its network over HTTP, in the background (docs/serving.md).
+
+        Args:
+            name: The service's name, and the model's in paths; by default the chain's.
+            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+            in_process: The whole network in one process, instead of its modules' workers.
+            trust: As in :meth:`open`.
+            http: How it is served: ``port``, ``max_batch``, ``token_file`` and the other fields of
+                ``serving.Settings``.
+
+        Returns:
+            Its state: ``url``, ``versions``. ``dnictl serve --stop`` ends it.
+
+        Raises:
+            DniError: As :meth:`choose_cut`; or it cannot be started.
+        """
+        from dni_runtime.api.services import start_service
+        from dni_runtime.serving.documents import Settings
+        from dni_runtime.serving.settings import Settings as HttpSettings
+
+        self.check_trusted()
+        name = name or self.record.chain
+        settings = Settings(
+            source=self.directory.root,
+            cut=self.choose_cut()[0] if cut is None else cut,
+            in_process=in_process,
+            trust=trust,
+            http=HttpSettings(name=name, **http),
+        )
+        return start_service(self.directory.root.parent / name, settings)
 
     def failure(self, state: RunState | None = None) -> DniError | None:
         """The error that it ended with; None if it did not fail.

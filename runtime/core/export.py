@@ -53,7 +53,8 @@ class ExportHeader(Frozen):
 
     format: Literal[1] = 1
     chain: str
-    input: TensorSpec
+    inputs: tuple[TensorSpec, ...]  # one sample of each of the data's
+    outputs: tuple[TensorSpec, ...]
     modules: tuple[ExportedModule, ...]
 
 
@@ -125,8 +126,8 @@ def export_model(
                 hint="export an older checkpoint with --from, or this one anyway with --force",
             )
     first = workers[0]
+    assert first.head is not None
     if output.suffix in (".pt2", ".onnx"):
-        assert first.head is not None
         example = tuple(empty_batch(sample, 2, "cpu") for sample in first.head.samples)
         try:
             with warnings.catch_warnings():
@@ -149,7 +150,8 @@ def export_model(
         return model
     description = ExportHeader(
         chain=first.chain,
-        input=first.inputs[0],
+        inputs=first.head.samples,
+        outputs=workers[-1].outputs or (workers[-1].output,),
         modules=tuple(
             ExportedModule(
                 name=worker.module,
@@ -216,13 +218,7 @@ def load_model(path: str | os.PathLike[str], *, trust: bool = False) -> nn.Modul
         if not trust:  # torch.export.load unpickles
             raise UsageError(f"{str(file)!r} is a program, which can run any code", hint=hint)
         return cast("nn.Module", torch.export.load(file).module())
-    try:
-        with safe_open(file, framework="pt") as reader:
-            description = ExportHeader.model_validate_json((reader.metadata() or {})[METADATA])
-    except (OSError, SafetensorError, KeyError, ValidationError) as error:
-        raise DataError(
-            f"{str(file)!r} was not written by 'dnictl export': {error}",
-        ) from None
+    description = read_header(file)
     tensors = read_tensors(file, "")
     try:
         with trusting(trust):
@@ -241,6 +237,15 @@ def load_model(path: str | os.PathLike[str], *, trust: bool = False) -> nn.Modul
     except (ValueError, RuntimeError) as error:
         raise DataError(f"{str(file)!r} is damaged: {error}") from None
     return model.eval()
+
+
+def read_header(file: Path) -> ExportHeader:
+    """Return what a file that :func:`export_model` wrote says of the network."""
+    try:
+        with safe_open(file, framework="pt") as reader:
+            return ExportHeader.model_validate_json((reader.metadata() or {})[METADATA])
+    except (OSError, SafetensorError, KeyError, ValidationError) as error:
+        raise DataError(f"{str(file)!r} was not written by 'dnictl export': {error}") from None
 
 
 def _build(description: ExportHeader) -> nn.Module:

@@ -116,6 +116,7 @@ def create_run(
         chain_file=prepared.path.absolute(),
         data=prepared.data,
         carried=None if prepared.carried is None else prepared.carried.record.run.root,
+        serves=None if prepared.trained is None else prepared.trained.record.run.root,
         images=dict(images or {}),
         epochs=prepared.chain.epochs,
         batches_per_epoch=prepared.batches_per_epoch,

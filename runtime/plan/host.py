@@ -186,10 +186,11 @@ def check_images(
             verify_signature(tool, image, key=key)
         # Without an entry in the lock, look into the image itself.
         its_hash = entry.module_hash if entry is not None else _hash_inside(tool, image)
-        if its_hash != worker.hash:
+        wanted = worker.trained or worker.hash
+        if its_hash != wanted:
             raise ImageError(
                 f"{str(image)!r} was built from another spec of module {worker.module!r} "
-                f"(image {its_hash[:12]}, chain {worker.hash[:12]})",
+                f"(image {its_hash[:12]}, chain {wanted[:12]})",
                 hint="rebuild the images with 'dnictl build'",
             )
         if entry is not None:

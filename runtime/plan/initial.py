@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from dni_runtime.core.export import LAYERS_PREFIX, METADATA, ExportHeader
+from dni_runtime.core.export import AVERAGE_PREFIX, LAYERS_PREFIX, METADATA, ExportHeader
 from dni_runtime.core.layers import tensors_of
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.files import pinned, write_atomic
@@ -57,6 +57,21 @@ def find_initial(chain: ChainSpec, workers: tuple[WorkerSpec, ...], base: Path) 
             stored[init.file] = dict(_stored(base / Path(init.file).expanduser(), (*at, "file")))
         weights[worker.module] = _matched(worker, init, stored[init.file], at)
     return weights
+
+
+def trained_weights(worker: WorkerSpec, file: Path) -> dict[str, StoredTensor]:
+    """Return where the weights of a module's layers are in its part of a checkpoint."""
+    averages = {} if worker.ema is None else stored_tensors(file, AVERAGE_PREFIX)
+    return averages or stored_tensors(file, LAYERS_PREFIX)
+
+
+def stored_tensors(file: Path, prefix: str = "") -> dict[str, StoredTensor]:
+    """Return where tensors of a file are, by their names without the prefix that they share."""
+    return {
+        key.removeprefix(prefix): StoredTensor(file, key, shape)
+        for key, shape in _header(file, ())[0]
+        if key.startswith(prefix)
+    }
 
 
 def write_initial(run: RunDir, weights: Weights) -> None:

@@ -12,6 +12,7 @@ from dni_runtime.plan.plan import Need
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.machines import PlacementSpec
 from dni_runtime.spec.named import module_of
+from dni_runtime.spec.predicting import FRONT
 
 if TYPE_CHECKING:  # it imports what images need
     from dni_runtime.plan.host import Locator
@@ -199,7 +200,7 @@ def crossing(links: Sequence[Sequence[int]], nodes: Sequence[int]) -> list[int |
 def _links(workers: Sequence[WorkerSpec]) -> list[list[int]]:
     numbers = {worker.module: number for number, worker in enumerate(workers)}
     return [
-        [numbers[link.source] for link in worker.links_in]
+        [numbers[link.source] for link in worker.links_in if link.source != FRONT]
         + [numbers[lane.source] for lane in worker.peers if lane.target == worker.module]
         for worker in workers
     ]
@@ -211,16 +212,21 @@ def link_kinds(
     """Return transport and interface of the links that others open to each worker.
 
     ``auto``: ipc if all ends are on one node, else tcp on the chain's interface, or on
-    ``interface``, the site's. ``nodes`` has the node of each worker.
+    ``interface``, the site's. ``nodes`` has the node of each worker. A chain's front counts as
+    being on another node.
     """
     interface = chain.links.interface or interface
     kinds: dict[str, tuple[str, str | None]] = {}
     links = _links(workers)
     for index, source in enumerate(crossing(links, nodes)):
-        if not links[index] and workers[index].backend is None:  # nobody connects to such a head
+        worker = workers[index]
+        fed = any(link.source == FRONT for link in worker.links_in)
+        if not (fed or links[index]) and worker.backend is None:  # nobody connects to such a head
             continue
-        tcp = source is not None or chain.links.transport == "tcp"
-        kinds[workers[index].module] = ("tcp", interface) if tcp else ("ipc", None)
+        tcp = source is not None or fed or chain.links.transport == "tcp"
+        kinds[worker.module] = ("tcp", interface) if tcp else ("ipc", None)
+        if any(link.target == FRONT for link in worker.links_out):
+            kinds[FRONT] = ("tcp", interface)
     return kinds
 
 

@@ -101,6 +101,8 @@ class LaunchPlan:
     # modules whose number of replicas may change: that at the start
     elastic: dict[str, int] = field(default_factory=dict)
     auto: tuple[str, ...] = ()  # those of them whose number follows what balances the chain
+    # of a chain that only predicts: what the process that serves it is told; nobody starts it
+    front: WorkerPlan | None = None
 
     @property
     def nodes(self) -> dict[str, list[str]]:

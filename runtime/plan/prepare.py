@@ -54,6 +54,9 @@ class CheckedChain:
     sources: dict[str, Path]  # the user's source files, by their path relative to an import root
     initial: Weights
     carried: Origin | None = None  # what to go on from
+    # of a chain that only predicts: the process that serves it, and what it was trained as
+    front: WorkerSpec | None = None
+    trained: Origin | None = None
     looked: Coverage | None = None
 
     @property

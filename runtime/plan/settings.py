@@ -25,6 +25,7 @@ from dni_runtime.spec.data import own_path
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.modules import ElasticSpec
 from dni_runtime.spec.named import module_of
+from dni_runtime.spec.predicting import exit_name
 from dni_runtime.spec.worker import WorkerSpec
 from dni_runtime.worker.version import STARTED_WITH, this_version
 
@@ -97,6 +98,7 @@ class StartRequest:
     workers: Sequence[WorkerSpec]  # of all replicas, head first
     settings: StartSettings
     site: Site
+    front: WorkerSpec | None = None  # of a chain that only predicts: of the process that serves it
 
 
 def make_plan(request: StartRequest) -> LaunchPlan:
@@ -123,6 +125,7 @@ def make_plan(request: StartRequest) -> LaunchPlan:
             )
     transports = {chain.links.transport, *(kind for kind, _ in site.links.values())}
     keys = chain.links.security != "none" and "tcp" in transports
+    here = replace(request, site=replace(site, backend="process"))
     return LaunchPlan(
         run=str(settings.run),
         backend=site.backend,
@@ -140,6 +143,7 @@ def make_plan(request: StartRequest) -> LaunchPlan:
             for module in chain.modules
             if isinstance(module.replicas, ElasticSpec) and module.replicas.auto
         ),
+        front=None if request.front is None else _worker_plan(request.front, here, keys),
         restart=RestartPlan(
             **chain.restart.model_dump(exclude={"snapshot_s"}),
             scope="chain" if grouped or any(worker.exact for worker in workers) else "module",
@@ -204,6 +208,8 @@ def _run_mounts(worker: WorkerSpec, run: RunDir, keys: bool) -> list[Mount]:
     read = [run.record, run.spec(worker.module), run.controls]
     if worker.initial:
         read.append(run.initial(module_of(worker.module)))
+    if worker.exit is not None:
+        read.append(run.initial(exit_name(worker.module)))
     if keys:
         read += [run.key(worker.module), run.public_key(worker.module)]
         read += [run.public_key(name) for name in worker.neighbours]

@@ -22,7 +22,7 @@ def prepare_runtime_files(run: RunDir, plan: LaunchPlan) -> None:
     if plan.keys:
         from dni_runtime.run import keys  # zmq: only if links may be encrypted
 
-        for worker in plan.workers:
+        for worker in (*plan.workers, *([plan.front] if plan.front else ())):
             keys.make(run, worker.module)
     _prepare_mounts(run, plan)
     _forget_groups(run)

@@ -6,29 +6,49 @@ and the tail's outputs come back to it. To the others it is a worker, the first 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from dni_runtime.spec.edge import EdgeSpec
-from dni_runtime.spec.worker import WorkerSpec
+from dni_runtime.spec.edge import EdgeSpec, TensorSpec
+from dni_runtime.spec.worker import ExitRole, WorkerSpec
 
 FRONT = "front"
 """The name of its worker."""
 
 
-def predicting(modules: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
+def exit_name(module: str) -> str:
+    """Return the name of a module's early head, beside the modules' names."""
+    return f"{module}.exit"
+
+
+LEAVES = TensorSpec(shape=(), dtype="uint8")
+"""With a sample's prediction at an exit: whether it leaves there."""
+
+
+def predicting(
+    modules: Sequence[WorkerSpec], exits: Mapping[str, ExitRole] | None = None
+) -> tuple[WorkerSpec, ...]:
     """Return the modules' specs for a chain that only predicts, the front's before them.
 
     Activations travel as in training; labels and gradients do not. Images stay the same: their
-    workers compare the hash by which the module was trained.
+    workers compare the hash by which the module was trained. ``exits`` are of modules by name: each
+    has a link of its own to the front, which gets all samples' predictions there, and whether they
+    leave; the others go on.
     """
+    exits = exits or {}
     head, tail = modules[0], modules[-1]
     if head.head is None or tail.tail is None:
         raise ValueError("these are not all modules of a chain")
     trained = [edge.number for module in modules for edge in module.sources]
     numbers = count(max(trained, default=0) + 1)
     samples = head.head.samples
+
+    def back(module: WorkerSpec, **carries: Any) -> EdgeSpec:
+        """Return a link on which answers come to the front."""
+        return EdgeSpec(
+            source=module.module, target=FRONT, number=next(numbers), **carries, **_PREDICTS
+        )
 
     def inputs(module: WorkerSpec, data: tuple[int, ...]) -> EdgeSpec:
         """Return the link by which a module gets inputs of the data."""
@@ -42,14 +62,12 @@ def predicting(modules: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
             **_PREDICTS,
         )
 
-    back = EdgeSpec(
-        source=tail.module,
-        target=FRONT,
-        number=next(numbers),
-        tensor=tail.output,
-        outputs=tail.outputs,
-        **_PREDICTS,
-    )
+    early = {
+        name: back(module, tensor=module.prediction, data=(0,), samples=(LEAVES,))
+        for module in modules
+        if (name := module.module) in exits
+    }
+    last = back(tail, tensor=tail.output, outputs=tail.outputs)
     links = head.links.model_copy(update={"window": _window(modules)})
     served = []
     for module in modules:
@@ -58,14 +76,19 @@ def predicting(modules: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
         sources = [_activations(edge) for edge in module.sources if edge.tensor is not None]
         sources += [inputs(module, data)] if data else []
         targets = [_activations(edge) for edge in module.targets if edge.tensor is not None]
+        targets = targets or [last]
+        targets += [early[module.module]] if module.module in early else []
         served.append(
             module.model_copy(
                 update={
                     "trained": module.hash,
                     "sources": tuple(sources),
-                    "targets": tuple(targets) or (back,),
+                    "exit": exits.get(module.module),
+                    "targets": tuple(targets),
                     "head": None,
                     "tail": None,
+                    "max_late": None,
+                    "backend": None,
                     "replicas": 1,
                     "elastic": {},
                     "retain": 0,
@@ -78,7 +101,7 @@ def predicting(modules: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
         update={
             "module": FRONT,
             "layers": (),
-            "sources": (back,),
+            "sources": (*early.values(), last),
             "targets": tuple(entries),
             "outputs": (),
             "initial": False,

@@ -96,6 +96,13 @@ class TailRole(Frozen):
     labels: DataSpec | None = None
 
 
+class ExitRole(Frozen):
+    """An early exit of a chain that predicts: whose samples are not sent on."""
+
+    interface: Choice  # the gradient interface that is the early head
+    threshold: float  # samples with this top probability leave; above 1: none does
+
+
 class ModuleContent(TrainingSpec):
     """What a module computes, and the contracts of its links: what its images are built for.
 
@@ -136,6 +143,7 @@ class WorkerSpec(ModuleContent):
     # The hash of the spec by which it was trained, and images are built: it only predicts. None: it
     # trains.
     trained: str | None = None
+    exit: ExitRole | None = None  # of a module that predicts; its head is in the run directory
     keep: int  # complete checkpoints
     initial: bool = False  # the run directory holds the module's initial weights
     late: int = Field(ge=0)  # batches by which gradients may come late

@@ -24,6 +24,7 @@ from dni_runtime.run.documents.state import ModuleState, RunState, lives
 from dni_runtime.run.lease import Lease, LeaseError
 from dni_runtime.run.lines import last_lines
 from dni_runtime.run.rundir import RunDir, socket_path
+from dni_runtime.schedulers import child
 from dni_runtime.schedulers.child import kill_session
 from dni_runtime.schedulers.interrupts import catching_signals
 from dni_runtime.schedulers.runtime_files import remove_runtime_files
@@ -101,10 +102,22 @@ class Launch:
 
     def detach(self) -> int:
         """Start a supervisor in the background, wait until it runs, and return its process id."""
+        process = self.spawn()
+        process.returncode = 0  # it is detached now: avoids a ResourceWarning
+        return process.pid
+
+    def spawn(self, *, tied: bool = False) -> subprocess.Popen[bytes]:
+        """Start a supervisor as a process of its own, and wait until it runs.
+
+        ``tied``: it stops the run when this thread of this process ends.
+        """
         self.run.supervisor_log.parent.mkdir(parents=True, exist_ok=True)
+        argv = [sys.executable, "-P", "-m", "dnictl", "supervise", "--trust", str(self.run.root)]
+        if tied:
+            argv = [sys.executable, "-I", "-S", child.__file__, "tied", str(os.getpid()), *argv]
         with self.run.supervisor_log.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dnictl", "supervise", "--trust", str(self.run.root)],
+                argv,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -115,8 +128,7 @@ class Launch:
         while time.monotonic() < deadline:
             # It may have started and exited between two polls.
             if RunState.read(self.run).pid == process.pid:
-                process.returncode = 0  # it is detached now: avoids a ResourceWarning
-                return process.pid
+                return process
             if process.poll() is not None:
                 break
             time.sleep(0.1)

@@ -58,6 +58,7 @@ class WorkerLinks:
             address=options.connect,
             again=start.again,
             stop=attempt.stop,
+            sockets=options.ipc,
             since=options.first or 0,
         )
         self._listening: list[tuple[InputLink, EdgeSpec]] = []

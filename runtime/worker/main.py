@@ -47,8 +47,6 @@ log = logging.getLogger(__name__)
 def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
     """Serve one module until the chain has finished; a stop ends in ``StoppedError``.
 
-    A module that only predicts is finished when it is told to stop.
-
     ``began`` is the Unix time of the program's start.
     """
     spec = load_spec(options)

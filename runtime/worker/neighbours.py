@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from dni_runtime.errors import EncryptionError, UnansweredError, UnavailableError
 from dni_runtime.link import InputLink, OutputLink, encrypted
@@ -52,9 +53,10 @@ class Neighbours:
         address: str | None,  # of the module downstream, if not from its endpoint record
         again: bool,  # only this module has been restarted: a neighbour may have finished
         stop: Callable[[], bool],
+        sockets: str = "",  # folder of the run's ipc sockets, as this process sees it
         since: int = 0,  # first attempt of this start: endpoints of earlier ones may lack links
     ) -> None:
-        self._since = since
+        self._since, self._sockets = since, sockets
         self._spec = spec
         self._run = run
         self._address = address
@@ -198,9 +200,16 @@ class Neighbours:
         address = record.further.get(self._spec.module, record.address)
         if address is None or record.attempt < self._since:
             return None, None
+        address = self._as_seen_here(address)
         check_reachable(address, record)
         self._attempts[target] = record.attempt
         return address, None if record.public_key is None else record.public_key.encode()
+
+    def _as_seen_here(self, address: str) -> str:
+        """Return the address of a socket whose folder has another path in a container, or here."""
+        here = Path(self._sockets) / address.rpartition("/")[2]
+        ours = address.startswith("ipc:") and self._sockets and here.is_socket()
+        return f"ipc://{here}" if ours else address
 
 
 def publish(

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 import torch
 import zmq
+from torch import Tensor
 
+from dni_runtime.core.exits import early_head, leaves
 from dni_runtime.core.forward import ModuleForward
 from dni_runtime.garbage import collect_as_usual
-from dni_runtime.link import Batch
+from dni_runtime.link import Marker, OutputLink
+from dni_runtime.run.rundir import RunDir
+from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec.predicting import exit_name
 from dni_runtime.worker.device import Copies, choose_device
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.farewell import POLL_MS
@@ -27,8 +33,36 @@ from dni_runtime.worker.server import Stage
 log = logging.getLogger(__name__)
 
 
+WHOLE = 1
+"""As a batch's epoch: no sample leaves early."""
+
+
+class Exit:
+    """A module's early head, and who leaves there."""
+
+    def __init__(self, spec: WorkerSpec, run: RunDir, device: torch.device) -> None:
+        assert spec.exit is not None
+        file = run.initial(exit_name(spec.module))
+        head = early_head(spec, spec.exit.interface, file)
+        assert head is not None
+        self._head, self._threshold = head.eval().to(device), spec.exit.threshold
+
+    def predict(self, h: Tensor) -> Tensor:
+        """Return the head's prediction of the chain's output."""
+        p = self._head.predict(h)
+        assert p is not None
+        return p
+
+    def leaves(self, p: Tensor) -> Tensor:
+        """Return which samples leave, by their predictions."""
+        return leaves(p, self._threshold)
+
+
 class Predictor:
-    """One attempt of a module that predicts, until it is told to stop: :meth:`live`."""
+    """One attempt of a module that predicts, until it is told to stop: :meth:`live`.
+
+    Its end is a stop, however it comes: there is no last batch.
+    """
 
     def __init__(self, attempt: Attempt) -> None:
         spec = attempt.spec
@@ -38,9 +72,12 @@ class Predictor:
         torch.set_rng_state(self._module.random_state)
         if spec.initial:
             self._module.load_initial(attempt.run.initial(spec.module))
+        self._exit = None if spec.exit is None else Exit(spec, attempt.run, device)
         self._copies = Copies(device)
         self._acked = 0
-        start = Start(again=attempt.options.resume == OWN)
+        options = attempt.options
+        alone = options.first is not None and options.first < options.attempt
+        start = Start(again=alone or options.resume == OWN)
         self._links = WorkerLinks(attempt, start)
 
     def live(self) -> Stage:
@@ -55,7 +92,7 @@ class Predictor:
                 metrics.started()
                 collect_as_usual()
                 self._serve(links.input, links.output)
-            return Stage.FINISHED
+            return Stage.STOPPED
         finally:
             links.close()
 
@@ -64,34 +101,65 @@ class Predictor:
         for poller, links in ((above, (*input.links, *output.links)), (below, output.links)):
             for socket in (self._stop.wakeup, *(link.socket for link in links)):
                 poller.register(socket, zmq.POLLIN)
+        exit = output.links[-1] if self._exit is not None else None
+        onward = output if exit is None else Fanout([[link] for link in output.links[:-1]])
         while not self._stop():
-            self._acknowledge(input, output)
+            for link in output.links:
+                self._links.neighbours.look(link)
+            output.receive()
+            # If what follows is out of reach, the front still has the exit's answers.
+            cut = exit is not None and not (onward.room and onward.connected)
+            self._acknowledge(input, exit.first if exit is not None and cut else output.first)
             self._metrics.report.check()
-            room = output.room
-            if room and self._answer_next(input, output):
+            room = output.room if exit is None else exit.room
+            if room and self._answer_next(input, onward, exit):
                 continue
             self._metrics.now("input" if room else "window")
             (above if room else below).poll(POLL_MS)
 
-    def _acknowledge(self, input: Join, output: Fanout) -> None:
-        """Acknowledge what downstream has acknowledged."""
-        for link in output.links:
-            self._links.neighbours.look(link)
-        output.receive()
-        if (done := output.first - 1) > self._acked:
-            self._acked = done
-            input.ack(done)
+    def _acknowledge(self, input: Join, first: int) -> None:
+        """Acknowledge all before the first batch that may have to be sent again."""
+        if first - 1 > self._acked:
+            self._acked = first - 1
+            input.ack(self._acked)
 
-    def _answer_next(self, input: Join, output: Fanout) -> bool:
+    def _answer_next(self, input: Join, onward: Fanout, exit: OutputLink | None) -> bool:
         """Send the next batch's output on; return whether something has come."""
         item = input.receive()
         if item is None:
             return False
         self._metrics.progress.id = item.id
-        if isinstance(item, Batch):
-            self._metrics.now("batch")
+        ends = (*onward.links, *([exit] if exit is not None else ()))
+        if isinstance(item, Marker):
+            for link in ends:
+                link.send_mark(item.id, item.epoch, item.mark)
+            return True
+        self._metrics.now("batch")
+        try:
             x = tuple([self._copies.to_device(x) for x in item.xs])
-            output.send_batch(item, self._copies.to_host(self._module.evaluate(x)).wait())
+            h, p = self._compute(x)
+        except Exception:  # users' layers may raise any: this batch fails alone
+            log.exception("batch %d has no answer", item.id)
+            if self._module.device.type == "cuda":
+                torch.cuda.synchronize()  # an error of the device itself lasts
+            for link in ends:
+                link.miss(item.id, item.epoch)
+            return True
+        if exit is None or p is None or self._exit is None:
+            onward.send_batch(item, h)
+            return True
+        leaves = self._exit.leaves(p) if item.epoch != WHOLE else torch.zeros(len(p)).bool()
+        exit.send_batch(item.id, item.epoch, item.mode, p, item.y, data=(leaves.byte(),))
+        if leaves.all():
+            onward.miss(item)
         else:
-            output.send_mark(item.id, item.epoch, item.mark)
+            stay = ~leaves
+            onward.send_batch(replace(item, y=item.y[stay]), h[stay] if leaves.any() else h)
         return True
+
+    @torch.no_grad()
+    def _compute(self, x: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+        """Return the activation, and the prediction of the early head; both on the host."""
+        h = self._module.evaluate(x)
+        p = None if self._exit is None else self._copies.to_host(self._exit.predict(h))
+        return self._copies.to_host(h).wait(), None if p is None else p.wait()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -120,7 +121,9 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def test_up_trains_in_containers(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_trains_in_containers_which_then_answer(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     summary = json.loads(dnictl(site, "up", "--backend", "apptainer", "--json"))
     assert summary["state"] == "finished"
     assert summary["accuracy"] > 0.9
@@ -137,6 +140,25 @@ def test_up_trains_in_containers(site: Path, monkeypatch: pytest.MonkeyPatch) ->
         ]
     accuracy = float(sum(int(right) for right, _ in pairs) / sum(n for _, n in pairs))
     assert accuracy == pytest.approx(summary["accuracy"], abs=1e-6)
+
+    service = ["serve", "--name", "answers"]
+    containers = ["--backend", "apptainer", "--trust", "-d", "--port", "0", "--json"]
+    url = json.loads(dnictl(site, *service, *containers))["url"]
+    try:
+        x, _ = next(iter(open_data(chain.data, site, seed=0).eval_batches()))
+        tensor = {"name": "input", "datatype": "FP32", "shape": [*x.shape]}
+        body = {"inputs": [{**tensor, "data": x.flatten().tolist()}]}
+        request = Request(f"{url}/v2/models/answers/infer", json.dumps(body).encode())
+        with urlopen(request, timeout=40) as reply:
+            (output,) = json.load(reply)["outputs"]
+        with torch.no_grad():
+            y = model(x)
+        answer = torch.tensor(output["data"]).reshape(output["shape"])
+        torch.testing.assert_close(answer, y, atol=1e-5, rtol=1e-5)
+        plan = json.loads((site / "runs" / "answers" / "1" / "plan.json").read_text())
+        assert all(worker["image"] for worker in plan["workers"])
+    finally:
+        dnictl(site, *service, "--stop")
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ LEVELS = [
     {"wire", "spec"},
     {"run", "packing"},
     {"network"},
-    {"link", "core", "data", "serving"},
+    {"link", "core", "data"},
     {"worker"},
-    {"resolve"},
+    {"serving", "resolve"},
     {"split"},
     {"image"},
     {"plan"},
@@ -35,7 +35,7 @@ FOREIGN = {
     "core": {"zmq", "subprocess", "click"},
     "data": {"zmq", "subprocess", "click"},
     "link": {"subprocess", "click"},
-    "serving": {"zmq", "subprocess", "click"},
+    "serving": {"subprocess", "click"},
 }
 """What a layer must never import."""
 

@@ -1,0 +1,231 @@
+"""``serve``: a trained network answers requests over HTTP; its versions."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dni_runtime.errors import UsageError
+from dnictl.options import (
+    backend_option,
+    chosen_run,
+    complete_runs,
+    detach_option,
+    hosts_option,
+    images_option,
+    json_option,
+    print_json,
+    runs_option,
+    tell,
+    trust_option,
+    trusted,
+)
+
+if TYPE_CHECKING:
+    from dni_runtime.serving.documents import ServiceState, What
+    from dni_runtime.serving.settings import Settings as HttpSettings
+
+
+@click.command()
+@click.argument("source", required=False, metavar="[RUN|FILE]", shell_complete=complete_runs)
+@runs_option
+@click.option("--name", metavar="NAME", help="The service's name (default: the chain's).")
+@detach_option
+@click.option("--in-process", is_flag=True, help="The whole network in one process.")
+@backend_option
+@images_option
+@hosts_option
+@click.option(
+    "--from", "choice", metavar="CUT",
+    help="Which checkpoint: its number, newest or best (default: as 'dnictl export').",
+)  # fmt: skip
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any."
+)
+@click.option(
+    "--token-file", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="File of the bearer token that requests must have; only you may read it.",
+)  # fmt: skip
+@click.option(
+    "--tls", nargs=2, metavar="CERT KEY", type=click.Path(path_type=Path, exists=True),
+    help="Files of the certificate and its key, for HTTPS.",
+)  # fmt: skip
+@click.option("--max-batch", type=click.IntRange(1), metavar="N", help="Most rows in a batch.")
+@click.option(
+    "--batch-wait", type=click.FloatRange(0), default=0.0, metavar="SECONDS",
+    help="Wait so long for a batch to fill (default: what queued during the last batch is one).",
+)  # fmt: skip
+@click.option(
+    "--deadline", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True,
+    metavar="SECONDS", help="Time in which a request is answered, or fails.",
+)  # fmt: skip
+@click.option(
+    "--max-waiting", type=click.IntRange(1), default=4096, show_default=True, metavar="N",
+    help="Rows that may wait; more are refused (429).",
+)  # fmt: skip
+@click.option(
+    "--max-body", type=click.IntRange(1), default=64 << 20, show_default=True, metavar="BYTES",
+    help="Largest request; larger ones are refused (413).",
+)  # fmt: skip
+@click.option(
+    "--probe", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True,
+    metavar="SECONDS", help="Ready: a batch has gone through all modules in this time.",
+)  # fmt: skip
+@click.option(
+    "--exit-accuracy", type=click.FloatRange(0), metavar="POINTS",
+    help="Let samples leave at early exits, as long as the whole loses at most so many points; "
+    "see 'dnictl exits'.",
+)  # fmt: skip
+@click.option(
+    "--exit-confidence", type=click.FloatRange(0, 1), metavar="P",
+    help="Let samples leave at early exits with this top probability, instead.",
+)  # fmt: skip
+@click.option(
+    "--exit-wait", type=click.FloatRange(0, min_open=True), default=2.0, show_default=True,
+    metavar="SECONDS", help="After this time an exit answers, if what follows is cut off.",
+)  # fmt: skip
+@click.option("--update", is_flag=True, help="Have a running service change to RUN or FILE.")
+@click.option(
+    "--canary", type=click.FloatRange(0, 100, min_open=True, max_open=True), metavar="PERCENT",
+    help="With --update: give the new version only so many of the requests.",
+)  # fmt: skip
+@click.option("--promote", is_flag=True, help="Give the canary all requests.")
+@click.option("--rollback", is_flag=True, help="Go back: drop the canary, else to the one before.")
+@click.option("--stop", is_flag=True, help="Answer what is open, and end.")
+@click.option("--status", is_flag=True, help="Show a service and its versions.")
+@trust_option
+@json_option
+def serve(source: str | None, runs: Path, name: str | None, as_json: bool, **options: Any) -> None:
+    """Answer requests with a trained network, over HTTP.
+
+    RUN is served by its modules, each in a process or container of its own, as it was trained;
+    a FILE that 'dnictl export' wrote, or a run with --in-process, in one process. The protocol is
+    the Open Inference Protocol, version 2.
+
+    \b
+    Examples:
+      dnictl serve -d
+      curl localhost:8000/v2/health/ready
+      dnictl serve --update digits-20250101-120000
+      dnictl serve --stop
+    """
+    from dni_runtime.api.services import (
+        find_service,
+        give_order,
+        make_service,
+        service_name,
+        start_service,
+    )
+    from dni_runtime.serving.documents import Order, Settings
+
+    orders: tuple[What, ...] = ("update", "promote", "rollback", "stop")
+    actions = [what for what in (*orders, "status") if options[what]]
+    if len(actions) > 1:
+        raise UsageError(f"--{actions[0]} and --{actions[1]} exclude each other")
+    if options["canary"] is not None and not options["update"]:
+        raise UsageError("--canary is for --update")
+    if None not in (options["exit_accuracy"], options["exit_confidence"]):
+        raise UsageError("--exit-accuracy and --exit-confidence exclude each other")
+    if actions and not options["update"] and source is not None:
+        raise UsageError(f"--{actions[0]} takes no run", hint="name the service with --name")
+    path, cut = None, None
+    if not actions or options["update"]:
+        path, cut = _chosen(source, runs, options["choice"])
+    if actions:
+        state = find_service(name, runs)
+        for what in orders:
+            if options[what]:
+                canary = options["canary"]
+                order = Order(
+                    id=secrets.token_hex(4), what=what, source=path, cut=cut, canary=canary
+                )
+                state = give_order(runs / state.name, order)
+        _show(state, as_json)
+        return
+    assert path is not None
+    folder = runs.absolute() / (name or service_name(path))
+    settings = Settings(
+        source=path,
+        cut=cut,
+        in_process=options["in_process"],
+        backend=options["backend"],
+        images=options["images"].absolute(),
+        hosts=options["hosts"],
+        trust=trusted(),
+        exit_accuracy=options["exit_accuracy"],
+        exit_confidence=options["exit_confidence"],
+        exit_wait_s=options["exit_wait"],
+        http=_http(folder.name, options),
+    )
+    if options["detach"]:
+        _show(start_service(folder, settings), as_json)
+    else:
+        make_service(folder, settings)
+        from dni_runtime.api.service import Service
+
+        Service(folder, settings, tell).serve()
+
+
+@click.command(hidden=True)
+@click.argument("folder", type=click.Path(path_type=Path, exists=True))
+def service(folder: Path) -> None:
+    """Be the service in a folder, for --detach."""
+    from dni_runtime.api.service import Service
+    from dni_runtime.serving.documents import Settings
+
+    settings = Settings.load(folder / "settings.json")
+    assert settings is not None
+    Service(folder, settings, tell).serve()
+
+
+def _chosen(source: str | None, runs: Path, choice: str | None) -> tuple[Path, int | None]:
+    """Return the file, or the run and its checkpoint, that are meant."""
+    if source is not None and Path(source).is_file():
+        if choice is not None:
+            raise UsageError("--from is for runs", hint=f"{source!r} is a file")
+        return Path(source).absolute(), None
+    its = chosen_run(source, runs)
+    cut, damaged = its.choose_cut(choice)
+    for problem in damaged:
+        tell(f"warning: {problem}; using checkpoint {cut}")
+    return its.directory.root, cut
+
+
+def _http(name: str, options: dict[str, Any]) -> HttpSettings:
+    from dni_runtime.serving.settings import Settings as HttpSettings
+
+    tls = options["tls"] or (None, None)
+    chosen = {
+        "name": name,
+        "tls_cert": tls[0],
+        "tls_key": tls[1],
+        "batch_wait_s": options["batch_wait"],
+        "deadline_s": options["deadline"],
+        "max_body_bytes": options["max_body"],
+        "probe_s": options["probe"],
+        **{key: options[key] for key in ("host", "port", "token_file", "max_waiting", "max_batch")},
+    }
+    given = {
+        key: value.absolute() if isinstance(value, Path) else value
+        for key, value in chosen.items()
+        if value is not None
+    }
+    return HttpSettings.model_validate(given)
+
+
+def _show(state: ServiceState, as_json: bool) -> None:
+    if as_json:
+        print_json(state.model_dump(mode="json") | {"alive": state.alive})
+        return
+    phase = state.phase if state.alive or state.phase in ("ended", "failed") else "killed"
+    click.echo(f"{state.name}: {phase}" + (f", {state.url}" if state.url else ""))
+    for version in state.versions:
+        cut = "" if version.cut is None else f", checkpoint {version.cut}"
+        share = f", {version.share:g} % of the requests" if version.share else ""
+        click.echo(f"  version {version.name}: {version.state}{share}: {version.source}{cut}")
+        if version.error:
+            click.echo(f"    {version.error}")

@@ -1,0 +1,205 @@
+"""The process of a service: a network's versions behind one address."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dni_runtime.api.deployment import Deployment, deploy
+from dni_runtime.api.services import order_of, state_of
+from dni_runtime.errors import DniError, UsageError, WorkerError
+from dni_runtime.run.documents.state import process_birth
+from dni_runtime.schedulers.interrupts import catching_signals
+from dni_runtime.serving.documents import Order, ServiceState, Settings, Version
+from dni_runtime.serving.server import Server
+from dni_runtime.serving.server import serve as start_server
+
+_TICK_S = 0.2
+
+
+class Service:
+    """Serves a network until it is told to stop: :meth:`serve`."""
+
+    def __init__(self, folder: Path, settings: Settings, told: Callable[[str], None]) -> None:
+        self._folder, self._settings, self._told = folder, settings, told
+        self._signals: list[int] = []
+        self._deployments: dict[str, Deployment] = {}
+        self._gone: tuple[Version, ...] = ()
+        former = ServiceState.peek(state_of(folder))
+        self._number = 0 if former is None else max(map(_number, former.versions), default=0)
+        self._server: Server | None = None
+        self._state = ServiceState(
+            name=folder.name,
+            pid=os.getpid(),
+            born=process_birth(os.getpid()),
+            host=socket.gethostname(),
+            started=time.time(),
+        )
+
+    def serve(self) -> None:
+        """Serve until a signal or an order to stop, then answer what is open."""
+        with catching_signals(self._signals.append):
+            try:
+                self._write()
+                first = Order(
+                    id="", what="update", source=self._settings.source, cut=self._settings.cut
+                )
+                self._update(first)
+                while not self._signals and self._look():
+                    time.sleep(_TICK_S)
+                self._drain()
+            except BaseException as error:
+                self._write(phase="failed", error=str(error))
+                raise
+            finally:
+                for deployment in self._deployments.values():
+                    deployment.stop()
+        self._write(phase="ended")
+
+    def _write(self, **changes: object) -> None:
+        versions = (*self._gone, *(one.version for one in self._deployments.values()))
+        state = self._state.model_copy(update={"versions": versions, **changes})
+        if state != self._state or changes:
+            self._state = state
+            state.write(state_of(self._folder))
+
+    def _look(self) -> bool:
+        """Do what is due; return whether to go on."""
+        for deployment in [*self._deployments.values()]:
+            self._follow(deployment)
+        order = Order.peek(order_of(self._folder))
+        if order is not None:
+            order_of(self._folder).unlink(missing_ok=True)
+            if order.what == "stop":
+                self._write(order=order.id, error=None)
+                return False
+            try:
+                self._carry_out(order)
+            except DniError as error:
+                self._answer(order, str(error))
+        self._write()
+        return True
+
+    def _answer(self, order: Order | None, error: str | None) -> None:
+        """Say how an order has ended."""
+        if order is not None:
+            self._write(order=order.id, error=error)
+
+    def _carry_out(self, order: Order) -> None:
+        active, canary = self._of("ready"), self._canary
+        if any(one.version.state == "starting" for one in self._deployments.values()):
+            raise UsageError("a version is being started", hint="wait for it, or stop the service")
+        if order.what == "update":
+            self._update(order)
+        elif canary is not None:
+            winner = canary if order.what == "promote" else active[0]
+            self._prefer(winner)
+            self._answer(order, None)
+        elif order.what == "promote":
+            raise UsageError("there is no canary", hint="start one: --update NEW --canary 10")
+        else:
+            former = next((one for one in reversed(self._gone) if one.state == "stopped"), None)
+            if former is None:
+                raise UsageError("there is no version before this one")
+            changes = {"source": former.source, "cut": former.cut}
+            self._update(order.model_copy(update=changes))
+
+    @property
+    def _canary(self) -> Deployment | None:
+        """The version that gets a part of the requests, if there is one."""
+        ready = self._of("ready")
+        return ready[1] if len(ready) > 1 else None
+
+    def _of(self, state: str) -> list[Deployment]:
+        """The versions in a state, in their order: the first ready one is the default."""
+        return [one for one in self._deployments.values() if one.version.state == state]
+
+    def _update(self, order: Order) -> None:
+        """Start a version; :meth:`_follow` has it take over when it answers."""
+        assert order.source is not None
+        self._number += 1
+        name = str(self._number)
+        deployment = deploy(name, order.source, order.cut, self._folder, self._settings)
+        deployment.order = order
+        deployment.until_s = time.monotonic() + self._settings.ready_s
+        self._deployments[name] = deployment
+        if self._server is None:
+            self._server = start_server({}, self._settings.http)
+            self._told(f"{self._folder.name}: {self._server.url}")
+            self._write(url=self._server.url)
+        self._server.call(self._server.versions.add, name, deployment.engine)
+
+    def _follow(self, deployment: Deployment) -> None:
+        """Look how a version is, and do what follows."""
+        assert self._server is not None
+        name, state = deployment.version.name, deployment.version.state
+        seen, failure = self._server.versions[name], deployment.failure()
+        late = time.monotonic() >= deployment.until_s
+        match state:
+            case "starting" if failure or late:
+                self._end(deployment, failure or f"no answer in {self._settings.ready_s:g} s")
+            case "starting" if seen.ready:
+                order = deployment.order
+                deployment.note(state="ready")
+                if order is None or order.canary is None:
+                    self._prefer(deployment)
+                else:
+                    self._share(order.canary)
+                self._told(f"{self._folder.name}: version {name} answers")
+                self._write(phase="running")
+                self._answer(order, None)
+            case "ready" if failure:
+                self._end(deployment, failure)
+            case "draining" if failure or late or seen.idle:
+                self._end(deployment, None)
+
+    def _prefer(self, winner: Deployment) -> None:
+        """Give all requests to a version; the others answer what they have, and end."""
+        for other in self._of("ready"):
+            if other is not winner:
+                other.note(state="draining", share=0.0)
+                other.until_s = time.monotonic() + self._settings.drain_s
+        self._share(0.0)
+
+    def _share(self, canary: float) -> None:
+        """Divide the requests between the default and a canary, which gets these percent."""
+        assert self._server is not None
+        default, *others = self._of("ready")
+        default.note(share=100 - canary)
+        for other in others:
+            other.note(share=canary)
+        second = others[0].version.name if others else None
+        switch, first = self._server.versions.switch, default.version.name
+        self._server.call(switch, first, canary=second, share=canary / 100)
+
+    def _end(self, deployment: Deployment, error: str | None) -> None:
+        """End a version, whose failure is that of the service if no other answers."""
+        assert self._server is not None
+        name = deployment.version.name
+        del self._deployments[name]
+        state = "failed" if error else "stopped"
+        deployment.note(state=state, error=error, share=0.0)
+        self._gone = (*self._gone, deployment.version)
+        if error and not self._of("ready"):
+            deployment.stop()
+            raise WorkerError(f"version {name} of {self._folder.name!r} failed: {error}")
+        if error and deployment.order is not None:
+            self._answer(deployment.order, f"version {name} failed: {error}")
+        if self._of("ready"):
+            self._share(0.0)
+        with contextlib.suppress(TimeoutError):
+            self._server.remove(name, _TICK_S)
+        deployment.stop()
+
+    def _drain(self) -> None:
+        self._write(phase="draining")
+        if self._server is not None:
+            self._server.stop(self._settings.drain_s)
+
+
+def _number(version: Version) -> int:
+    return int(version.name)

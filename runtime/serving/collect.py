@@ -1,0 +1,129 @@
+"""Which samples of a batch an answer is of, when some leave at exits (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dni_runtime.errors import WorkerError
+from dni_runtime.serving.engine import Answer
+
+
+class Part(NamedTuple):
+    """What an exit, or the chain's output, says of the samples that came there."""
+
+    outputs: tuple[Tensor, ...]
+    leaves_B: Tensor | None = None  # which of them are answered by it; None: all
+
+
+@dataclass
+class _Open:
+    """A batch that has not been answered wholly."""
+
+    id: int
+    sent_s: float
+    whole: bool
+    rows: Tensor | None = None  # those without an answer; None: all
+    next: int = 0  # the first exit that has said nothing
+    parts: dict[int, Part | None] = field(default_factory=dict)
+    # what the last exit says of them, and its name
+    early: tuple[str, tuple[Tensor, ...]] | None = None
+
+
+class OpenBatches:
+    """Batches that are on their way through a chain.
+
+    All exits, and the chain's output as the last one, say something of each batch: nothing, if no
+    sample came there. Each knows only the samples that came there, in order. If the chain's output
+    does not come, the last exit answers, at once if it was so before (*cut off*).
+    """
+
+    def __init__(self, exits: Sequence[str] = (), wait_s: float = float("inf")) -> None:
+        self._exits, self._wait_s = exits, wait_s
+        self._open: dict[int, _Open] = {}  # by position in the stream, as they were sent
+        self._cut_off = False
+        self._wholes = 0
+
+    def __len__(self) -> int:
+        """How many are on their way, without those that wait for the chain's output alone."""
+        return len(self._open) - self._wholes
+
+    @property
+    def ids(self) -> list[int]:
+        """Those of the open batches."""
+        return [batch.id for batch in self._open.values()]
+
+    def sent(self, position: int, id: int, now_s: float, *, whole: bool = False) -> None:
+        """Note a batch; ``whole``: only the chain's output may answer it."""
+        self._open[position] = _Open(id, now_s, whole)
+        self._wholes += whole
+
+    def came(self, position: int, number: int, part: Part | None) -> list[Answer]:
+        """Return what follows from what an exit says of a batch; None: it has nothing for it."""
+        last = number == len(self._exits)
+        if last and part is not None:
+            self._cut_off = False
+        batch = self._open.get(position)
+        if batch is None:  # it was answered without this
+            return []
+        batch.parts[number] = part
+        answers = []
+        while batch.next in batch.parts:
+            part = batch.parts.pop(batch.next)
+            batch.next += 1
+            if part is not None and (answer := self._read(batch, part)) is not None:
+                answers.append(answer)
+        if batch.rows is not None and not len(batch.rows):
+            self._close(position)
+        elif batch.next > len(self._exits):
+            self._close(position)
+            error = WorkerError("a module could not compute this batch")
+            answers.append(Answer(batch.id, error=error))
+        elif self._cut_off and batch.early is not None:
+            answers.append(self._answer_early(position))
+        return answers
+
+    def late(self, now_s: float) -> list[Answer]:
+        """Return answers of exits for batches to which the chain's output does not come in time."""
+        late = [
+            position
+            for position, batch in self._open.items()
+            if batch.early is not None and now_s - batch.sent_s >= self._wait_s
+        ]
+        self._cut_off |= bool(late)
+        return [self._answer_early(position) for position in late]
+
+    def wait_s(self, now_s: float) -> float:
+        """Return the seconds until :meth:`late` may have something."""
+        first = next(iter(self._open.values()), None)
+        return self._wait_s if first is None else max(first.sent_s + self._wait_s - now_s, 0.01)
+
+    def _read(self, batch: _Open, part: Part) -> Answer | None:
+        """Return the answer for those samples that leave, if any do."""
+        if part.leaves_B is None:
+            rows, batch.rows = batch.rows, torch.empty(0, dtype=torch.long)
+            return Answer(batch.id, rows, part.outputs)
+        leaves_B, name = part.leaves_B, self._exits[batch.next - 1]
+        rows = torch.arange(len(leaves_B)) if batch.rows is None else batch.rows
+        batch.rows = rows[~leaves_B]
+        if not batch.whole:
+            batch.early = name, tuple(output[~leaves_B] for output in part.outputs)
+        if not leaves_B.any():
+            return None
+        outputs = tuple(output[leaves_B] for output in part.outputs)
+        return Answer(batch.id, rows[leaves_B], outputs, exit=name)
+
+    def _close(self, position: int) -> _Open:
+        batch = self._open.pop(position)
+        self._wholes -= batch.whole
+        return batch
+
+    def _answer_early(self, position: int) -> Answer:
+        batch = self._close(position)
+        assert batch.early is not None
+        name, outputs = batch.early
+        return Answer(batch.id, batch.rows, outputs, exit=name, degraded=True)

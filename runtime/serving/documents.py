@@ -1,0 +1,78 @@
+"""A service: what serves a network, what it is to do, and how it is (``service.json``)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from dni_runtime.run.documents.base import Document
+from dni_runtime.run.documents.state import process_birth
+from dni_runtime.serving.settings import Settings as HttpSettings
+
+Phase = Literal["starting", "running", "draining", "ended", "failed"]
+
+
+What = Literal["update", "promote", "rollback", "stop"]
+
+
+class Settings(Document):
+    """What a service was started with (``settings.json``)."""
+
+    source: Path  # a run, or an exported file
+    cut: int | None = None  # the run's checkpoint
+    in_process: bool = False
+    backend: Literal["auto", "process", "apptainer"] = "auto"
+    images: Path = Path("images")
+    hosts: str | None = None
+    trust: bool = False
+    exit_accuracy: float | None = None  # points of accuracy that early exits may lose
+    exit_confidence: float | None = None  # top probability at which samples leave, instead
+    exit_wait_s: float = 2.0  # for the chain's output, until an exit answers for it
+    ready_s: float = 120.0  # that a version may take to answer its first batch
+    drain_s: float = 30.0  # that open requests may take at the end
+    http: HttpSettings
+
+
+class Order(Document):
+    """What a service is to do (``order.json``)."""
+
+    id: str
+    what: What
+    source: Path | None = None  # of an update
+    cut: int | None = None
+    canary: float | None = None  # percent of the requests that the new version gets
+
+
+class Version(Document):
+    """One version of a service's network."""
+
+    name: str
+    source: Path
+    cut: int | None = None
+    run: Path | None = None  # the directory of its workers' run; None: in the service's process
+    state: Literal["starting", "ready", "draining", "stopped", "failed"] = "starting"
+    share: float = 0.0  # percent of the requests that name no version
+    error: str | None = None
+
+
+class ServiceState(Document):
+    """How a service is (``service.json``)."""
+
+    name: str
+    phase: Phase = "starting"
+    pid: int = 0
+    born: int | None = None  # start time of the process (``documents.state``)
+    host: str = ""
+    url: str | None = None
+    started: float = 0.0  # Unix time
+    versions: tuple[Version, ...] = ()
+    order: str | None = None  # id of the last order that was carried out
+    error: str | None = None  # of that order, or of the service
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs, as far as this host can see."""
+        if self.phase in ("ended", "failed"):
+            return False
+        return self.host != os.uname().nodename or process_birth(self.pid) == self.born

@@ -1,0 +1,258 @@
+"""A service: real processes, a real client, and what goes wrong while requests come."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+
+import dni_runtime
+from dni_runtime import Run
+from dni_runtime.run.documents.state import process_birth
+from tests.conftest import eventually
+from tests.e2e.conftest import MODULES, Site, missing
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+NAME = "digits"
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    for package in ("uvicorn", "orjson"):
+        if find_spec(package) is None:
+            missing(f"the package {package} is not installed")
+
+
+@pytest.fixture
+def client() -> ModuleType:
+    """The client that most people use."""
+    if find_spec("tritonclient") is None:
+        missing("the package tritonclient is not installed")
+    import tritonclient.http
+
+    return tritonclient.http  # type: ignore[no-any-return]
+
+
+class Served(Site):
+    """A trained run, and a service of it."""
+
+    def train(self) -> None:
+        self.run("up", self.write(1), "--backend", "process", "--name", "trained")
+        self.run("export", "trained", "-o", "model.safetensors")
+        self.network = dni_runtime.load(self.folder / "model.safetensors")
+
+    def serve(self, *options: str) -> None:
+        """Serve until the test ends; it answers."""
+        document = self.json("serve", *options, "-d", "--port", "0")
+        assert document["phase"] == "running"
+        self.url = document["url"]
+
+    def get(self, path: str, body: Any = None) -> tuple[int, Any]:
+        """Return status and document."""
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urlopen(Request(self.url + path, data), timeout=40) as answer:
+                return answer.status, json.load(answer)
+        except HTTPError as error:
+            return error.code, json.load(error)
+
+    def ask(self, x: torch.Tensor, path: str = "", **more: Any) -> torch.Tensor:
+        """Return the outputs for some rows; those of the network must be the same."""
+        tensor = {"name": "input", "datatype": "FP32", "shape": [*x.shape]}
+        body = {"inputs": [{**tensor, "data": x.flatten().tolist()}], **more}
+        status, answer = self.get(f"/v2/models/{NAME}{path}/infer", body)
+        assert status == 200, answer
+        (output,) = answer["outputs"]
+        self.version = answer["model_version"]
+        y = torch.tensor(output["data"]).reshape(output["shape"])
+        with torch.no_grad():
+            torch.testing.assert_close(y, self.network(x), atol=1e-5, rtol=1e-5)
+        return y
+
+    def leave(
+        self, x: torch.Tensor, *, degraded: bool = False
+    ) -> tuple[dict[int, str], torch.Tensor]:
+        """Return the rows that have left early, each with its exit, and all answers."""
+        tensor = {"name": "input", "datatype": "FP32", "shape": [*x.shape]}
+        body = {"inputs": [{**tensor, "data": x.flatten().tolist()}]}
+        status, answer = self.get(f"/v2/models/{NAME}/infer", body)
+        assert status == 200, answer
+        parameters = answer.get("parameters", {})
+        assert parameters.get("degraded", False) is degraded
+        exits = parameters.get("exit", "").split(",")
+        exits = exits * len(x) if len(exits) == 1 else exits
+        (output,) = answer["outputs"]
+        y = torch.tensor(output["data"]).reshape(output["shape"])
+        return {row: exit for row, exit in enumerate(exits) if exit}, y
+
+    @property
+    def ready(self) -> bool:
+        return self.get("/v2/health/ready")[0] == 200
+
+    def pids(self, version: str) -> dict[str, int]:
+        """The processes of a version's workers."""
+        state = Run.open(self.folder / "runs" / NAME / version).state()
+        return {name: int(module.pid or 0) for name, module in state.modules.items()}
+
+
+@pytest.fixture
+def served(site: Site) -> Iterator[Served]:
+    made = Served(site.folder)
+    made.train()
+    try:
+        yield made
+    finally:
+        if (site.folder / "runs" / NAME).exists():
+            made.run("serve", "--stop", "--name", NAME)
+
+
+def compare(client: ModuleType, served: Served) -> None:
+    """Ask as clients do, in both encodings."""
+    x = torch.randn(5, 64)
+    with torch.no_grad():
+        y = served.network(x)
+    ours = client.InferenceServerClient(served.url.removeprefix("http://"))
+    assert ours.is_server_live()
+    assert ours.is_model_ready(NAME)
+    assert ours.get_model_metadata(NAME)["inputs"][0]["shape"] == [-1, 64]
+    for binary in (True, False):
+        tensor = client.InferInput("input", [5, 64], "FP32")
+        tensor.set_data_from_numpy(x.numpy(), binary_data=binary)
+        wanted = client.InferRequestedOutput("output", binary_data=binary)
+        answer = ours.infer(NAME, [tensor], outputs=[wanted]).as_numpy("output")
+        torch.testing.assert_close(torch.tensor(answer), y, atol=1e-5, rtol=1e-5)
+    ours.close()
+
+
+def test_a_client_gets_what_the_exported_network_says(served: Served, client: ModuleType) -> None:
+    served.serve("trained", "--backend", "process")
+    compare(client, served)
+    served.run("serve", "--stop")
+    shown = served.json("serve", "--status", "--name", NAME)
+    assert shown["phase"] == "ended"
+    assert not shown["alive"]
+    with pytest.raises(OSError, match="refused"):
+        urlopen(served.url + "/v2/health/live", timeout=5)
+
+    served.serve("model.safetensors")  # in one process
+    compare(client, served)
+    assert served.json("serve", "--status")["versions"][0]["run"] is None
+
+
+def test_modules_are_killed_and_hang_while_clients_ask(served: Served) -> None:
+    served.serve("trained", "--backend", "process", "--probe", "2")
+    failures: list[BaseException] = []
+    answered = [0]
+    over = threading.Event()
+
+    def keep_asking(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        while not over.is_set():
+            try:
+                served.ask(torch.randn(1 + answered[0] % 9, 64, generator=generator))
+                answered[0] += 1
+            except BaseException as error:
+                failures.append(error)
+                return
+
+    threads = [threading.Thread(target=keep_asking, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for module in MODULES:
+            before = answered[0]
+            os.kill(served.pids("1")[module], signal.SIGKILL)
+            eventually("answers go on", lambda before=before: answered[0] > before + 50 or failures)
+        assert not failures
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    eventually("it is ready", lambda: served.ready)
+
+    middle = served.pids("1")["middle"]
+    os.kill(middle, signal.SIGSTOP)
+    eventually("it is not ready", lambda: not served.ready, 10)
+    assert served.get("/v2/health/live")[0] == 200
+    os.kill(middle, signal.SIGCONT)
+    eventually("it is ready again", lambda: served.ready, 10)
+    served.ask(torch.randn(3, 64))
+
+
+def test_versions_change_without_a_lost_request(served: Served) -> None:
+    served.serve("trained", "--backend", "process")
+    assert "runs at" in served.run("serve", "trained", expect=64).stderr
+
+    served.run("serve", "--update", "trained", "--canary", "50")
+    versions = set()
+    for number in range(20):
+        served.ask(torch.randn(1, 64), id=str(number))
+        versions.add(served.version)
+    assert versions == {"1", "2"}
+    served.ask(torch.randn(1, 64), "/versions/1", id="0")
+    assert served.version == "1"
+    served.run("serve", "--promote")
+    served.ask(torch.randn(1, 64))
+    assert served.version == "2"
+    eventually("the first one has ended", lambda: state_of(served, 0) == "stopped", 40)
+
+    (served.folder / "broken.safetensors").write_bytes(b"no network")
+    failed = served.run("serve", "--update", "broken.safetensors", expect=70)
+    assert "was not written by 'dnictl export'" in failed.stderr
+    assert "still does" in failed.stderr
+    served.ask(torch.randn(1, 64))
+    assert served.version == "2"
+    served.run("serve", "--update", "model.safetensors")
+    served.ask(torch.randn(1, 64))
+    assert served.version == "4"
+    served.run("serve", "--rollback")
+    served.ask(torch.randn(1, 64))
+    assert served.json("serve", "--status")["versions"][-1]["source"].endswith("/trained")
+
+
+def state_of(served: Served, number: int) -> str:
+    return str(served.json("serve", "--status")["versions"][number]["state"])
+
+
+def test_modules_end_with_the_service(served: Served) -> None:
+    served.serve("trained", "--backend", "process")
+    pids = served.pids("1")
+    os.kill(served.json("serve", "--status")["pid"], signal.SIGKILL)
+    eventually("no worker is left", lambda: not any(map(process_birth, pids.values())), 40)
+    assert "killed" in served.run("serve", "--status", "--name", NAME).stdout
+    served.serve("trained", "--backend", "process")  # its folder is free again
+
+
+def test_sure_samples_leave_early(served: Served) -> None:
+    """Also all others, marked, when a module behind the exit does not answer."""
+    served.run("exits", "trained")
+    served.serve("trained", "--backend", "process", "--exit-confidence", "0.5", "--exit-wait", "1")
+    x = torch.randn(64, 64) * torch.linspace(0.2, 4, 64)[:, None]
+    left, answer = served.leave(x)
+    assert 0 < len(left) < 64
+    assert {exit for exit in left.values()} <= {"bottom", "middle"}
+    with torch.no_grad():
+        y = served.network(x)
+    stay = [row for row in range(64) if row not in left]
+    torch.testing.assert_close(answer[stay], y[stay], atol=1e-5, rtol=1e-5)
+
+    top = served.pids("1")["top"]
+    os.kill(top, signal.SIGSTOP)
+    again, marked = served.leave(x, degraded=True)
+    assert len(again) == 64
+    rows = sorted(left)
+    torch.testing.assert_close(marked[rows], answer[rows])
+    os.kill(top, signal.SIGCONT)
+    eventually("all modules answer again", lambda: served.leave(x)[0] == left)

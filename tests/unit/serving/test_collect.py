@@ -1,0 +1,86 @@
+"""Whose answers are whose, when samples leave at exits."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dni_runtime.serving.collect import OpenBatches, Part
+from dni_runtime.serving.engine import Answer
+
+
+def part(rows: Tensor, leaves: list[bool] | None = None) -> Part:
+    """What is said of these rows of a batch: their own numbers."""
+    return Part((rows.float(),), None if leaves is None else torch.tensor(leaves))
+
+
+def collected(answers: list[Answer], samples: int) -> dict[int, tuple[int, str | None]]:
+    """Each row's answer and exit."""
+    found: dict[int, tuple[int, str | None]] = {}
+    for answer in answers:
+        rows = torch.arange(samples) if answer.rows is None else answer.rows
+        for row, output in zip(rows.tolist(), answer.outputs[0].tolist(), strict=True):
+            assert row not in found, "answered twice"
+            found[row] = int(output), answer.exit
+    return found
+
+
+@given(
+    depths=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    order=st.permutations([0, 1, 2, 3]),
+)
+def test_each_sample_is_answered_where_it_leaves(depths: list[int], order: list[int]) -> None:
+    """In whatever order the links bring what their ends have said."""
+    batches = OpenBatches(["a", "b", "c"])
+    batches.sent(1, 77, 0.0)
+    there = torch.arange(len(depths))
+    said: dict[int, Part | None] = {}
+    for number in range(3):
+        leaves = [depths[row] == number for row in there.tolist()]
+        said[number] = part(there, leaves) if len(there) else None
+        there = there[[not leave for leave in leaves]]
+    said[3] = part(there) if len(there) else None
+    answers = [answer for number in order for answer in batches.came(1, number, said[number])]
+    assert {answer.id for answer in answers} == {77}
+    exits = ["a", "b", "c", None]
+    wanted = {row: (row, exits[depth]) for row, depth in enumerate(depths)}
+    assert collected(answers, len(depths)) == wanted
+    assert not len(batches)
+
+
+def test_what_a_module_could_not_compute_is_an_error() -> None:
+    batches = OpenBatches(["a"])
+    batches.sent(1, 5, 0.0)
+    (left,) = batches.came(1, 0, part(torch.arange(3), [True, False, False]))
+    assert left.error is None
+    (answer,) = batches.came(1, 1, None)
+    assert (answer.id, str(answer.error)) == (5, "a module could not compute this batch")
+    assert batches.came(1, 1, None) == []
+
+
+def test_an_exit_answers_for_what_is_cut_off() -> None:
+    batches = OpenBatches(["a"], wait_s=2.0)
+    batches.sent(1, 10, 0.0)
+    batches.sent(2, 20, 0.5, whole=True)
+    assert len(batches) == 1, "a probe takes no room"
+    batches.came(1, 0, part(torch.arange(3), [True, False, False]))
+    batches.came(2, 0, part(torch.arange(1), [False]))
+    assert batches.late(1.9) == []
+    assert 0 < batches.wait_s(1.9) < 0.2
+    (answer,) = batches.late(2.0)
+    assert answer.degraded
+    assert collected([answer], 3) == {1: (1, "a"), 2: (2, "a")}
+    assert batches.late(9.0) == [], "a probe is answered by the chain's output alone"
+
+    batches.sent(3, 30, 3.0)
+    (answer,) = batches.came(3, 0, part(torch.arange(2), [False, False]))
+    assert answer.degraded, "at once: it is known to be cut off"
+    assert batches.came(1, 1, part(torch.tensor([1, 2]))) == [], "late, and the link works again"
+    batches.sent(4, 40, 4.0)
+    assert batches.came(4, 0, part(torch.arange(2), [False, False])) == []
+    (answer,) = batches.came(4, 1, part(torch.arange(2)))
+    assert not answer.degraded
+    (answer,) = batches.came(2, 1, part(torch.arange(1)))
+    assert answer.id == 20
