@@ -28,6 +28,8 @@ _KEEP_ALIVE_S = 75
 """A connection without requests is closed then: later than load balancers close theirs (60 s)."""
 _HEADERS_S = 10.0
 _HEADERS_BYTES = 64 << 10
+_ESTABLISHED = b"\1"
+"""A connection that neither end has closed: its state, the first byte of TCP_INFO (tcp(7))."""
 
 
 def serve(engines: Mapping[str, Engine], settings: Settings) -> Server:
@@ -162,7 +164,10 @@ class Server:
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             try:
-                runner.run(self._uvicorn.serve(sockets=[self._listener]))
+                # libuv takes one connection of each listener in a round of the loop: with one,
+                # those of clients that have gone would be a queue of seconds.
+                listeners = [self._listener, *(self._listener.dup() for _ in range(7))]
+                runner.run(self._uvicorn.serve(sockets=listeners))
             finally:
                 self.versions.close()
 
@@ -188,6 +193,14 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        # The loop has not yet been told if the client has gone since; while the server is
+        # overloaded that is so for many, whose requests need not be read.
+        client = self.transport.get_extra_info("socket")
+        if client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) != _ESTABLISHED:
+            self.cycle.disconnected = True
+        super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -222,6 +222,27 @@ def test_clients_that_leave(network: Network, start: Start) -> None:
     assert figure(server, 'dni_requests_total{model="model",version="1",status="gone"}') == 40
 
 
+def test_clients_that_have_gone_before_they_are_read(network: Network, start: Start) -> None:
+    server = start(network)
+    server.wait_ready("1", 10)
+    network.batches.clear()
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        release.wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(server.call, hold)  # the loop is busy
+        held.wait()
+        for n in range(100):
+            raw(server, posted(request_of((n, 0)))).close()
+        release.set()
+    line = 'dni_requests_total{model="model",version="",status="gone"} 100'
+    eventually("they are dropped", lambda: line in get(server, "/metrics").text, 10)
+    assert network.batches == []
+
+
 def test_a_deadline(network: Network, start: Start) -> None:
     server = start(network, deadline_s=0.5)
     server.wait_ready("1", 10)
@@ -528,16 +549,16 @@ def test_hostile_bytes(network: Network, start: Start) -> None:
     valid = posted(request_of((1, 2)))
     pieces = [b"\r\n", b"\0", b"[" * 50, b"-1", b"9" * 30, b'"', b"{}", b"content-length: 5\r\n"]
     statuses: set[bytes] = set()
-    for _ in range(300):
+    for _ in range(200):
         data = bytearray(valid)
         for _ in range(drawn.randint(1, 4)):
             at = drawn.randrange(len(data))
             data[at : at + drawn.randint(0, 9)] = drawn.choice([*pieces, drawn.randbytes(3)])
         with raw(server, bytes(data)) as connection:
-            connection.shutdown(socket.SHUT_WR)  # what is missing does not come
+            connection.settimeout(0.2)  # what is missing does not come
             try:
                 answer = connection.recv(10_000)
-            except ConnectionResetError:
+            except (ConnectionResetError, TimeoutError):
                 answer = b""
         statuses.add(answer[9:12])
     assert statuses <= {b"", b"200", b"400", b"404", b"405", b"413", b"415"}
