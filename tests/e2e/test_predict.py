@@ -163,7 +163,7 @@ def test_answers_are_those_of_the_whole_network(served: Served, network: nn.Modu
         os.kill(process.pid, signal.SIGTERM)
     assert set(served.wait().values()) == {75}
     reports = [Report.read(served.run.worker(name)) for name in served.names]
-    assert [one.state for one in reports] == ["finished"] * 4
+    assert [one.state for one in reports] == ["stopped"] * 4
 
 
 def test_a_spec_that_predicts_has_neither_labels_nor_gradients() -> None:

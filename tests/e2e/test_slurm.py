@@ -24,7 +24,16 @@ from dni_runtime.run.cuts import complete_cuts
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.rundir import RunDir
 from tests.e2e import conftest
-from tests.e2e.conftest import FOREVER, PAUSE, PAUSES, Dnictl, command_of, run, state_of
+from tests.e2e.conftest import (
+    FOREVER,
+    PAUSE,
+    PAUSES,
+    Dnictl,
+    command_of,
+    figures_of,
+    run,
+    state_of,
+)
 from tests.lines import read_lines
 
 eventually = partial(conftest.eventually, within_s=90)  # Slurm takes its time
@@ -163,10 +172,34 @@ def test_stop_resume_and_cancel(dnictl: Dnictl, slurm: str) -> None:
     eventually("its job ends without a requeue", lambda: state_of(second) == "")
 
 
-def test_up_inside_an_allocation(dnictl: Dnictl, slurm: str) -> None:
+ASK = """\
+import json, sys, urllib.request
+import torch
+import dni_runtime
+network = dni_runtime.load("model.safetensors")
+x = torch.randn(5, 64)
+tensor = {"name": "input", "datatype": "FP32", "shape": [5, 64], "data": x.flatten().tolist()}
+url = json.load(open("service.json"))["url"] + "/v2/models/answers/infer"
+body = json.dumps({"inputs": [tensor]}).encode()
+with urllib.request.urlopen(url, body, timeout=40) as reply:
+    (output,) = json.load(reply)["outputs"]
+with torch.no_grad():
+    y = network(x)
+torch.testing.assert_close(torch.tensor(output["data"]).reshape(5, -1), y, atol=1e-5, rtol=1e-5)
+"""
+
+
+def test_up_and_serve_inside_an_allocation(dnictl: Dnictl, slurm: str) -> None:
     chain(dnictl.folder, slurm, epochs=2)
-    command = shlex.join([sys.executable, "-m", "dnictl", "up", "--json"])
-    out = dnictl.folder / "out.json"
+    (dnictl.folder / "ask.py").write_text(ASK)
+    python, out = shlex.quote(sys.executable), dnictl.folder / "out.json"
+    command = f"""set -e
+        dnictl="{python} -m dnictl"
+        $dnictl up --name trained --json
+        $dnictl export trained -o model.safetensors >&2
+        $dnictl serve trained --name answers -d --port 0 --json > service.json
+        {python} ask.py
+        $dnictl serve --stop --name answers >&2"""
     done = run(
         ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=3", "--mem=3G",
          f"--output={out}", f"--error={dnictl.folder / 'err'}", f"--chdir={dnictl.folder}",
@@ -176,6 +209,8 @@ def test_up_inside_an_allocation(dnictl: Dnictl, slurm: str) -> None:
     figures = json.loads(out.read_text())
     assert figures["state"] == "finished"
     assert {module["host"] for module in figures["modules"]} == {"n1", "n2"}
+    served = figures_of(dnictl.folder / "runs" / "answers" / "1")
+    assert {module.host for module in served.modules} == {"n1", "n2"}
 
 
 def test_an_interface_that_a_node_lacks_is_named(dnictl: Dnictl) -> None:
