@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
@@ -191,8 +190,7 @@ class Service:
             self._answer(deployment.order, f"version {name} failed: {error}")
         if self._of("ready"):
             self._share(0.0)
-        with contextlib.suppress(TimeoutError):
-            self._server.remove(name, _TICK_S)
+        self._server.remove(name, _TICK_S)
         deployment.stop()
 
     def _drain(self) -> None:

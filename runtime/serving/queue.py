@@ -122,6 +122,14 @@ class Queue:
             self._end(job)
             self._forget()
 
+    def close(self) -> bool:
+        """Fail all requests; return whether there were none."""
+        jobs = [*self._jobs]
+        for job in jobs:
+            text = "the version that computes the answer was stopped"
+            self._finish(job, RequestError(503, text, retry_after_s=1))
+        return not jobs
+
     def take(self, now: float) -> Batch | None:
         """Return the next batch, if there are rows for one now."""
         if self._alone:

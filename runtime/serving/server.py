@@ -122,14 +122,17 @@ class Server:
 
         return asyncio.run_coroutine_threadsafe(called(), self._loop).result()
 
-    def remove(self, name: str, timeout_s: float) -> None:
-        """Stop a version when it has answered what it has.
+    def remove(self, name: str, timeout_s: float) -> bool:
+        """Stop a version when it has answered what it has; what takes longer fails (503).
+
+        Returns:
+            Whether all its requests were answered.
 
         Raises:
-            TimeoutError: It has not; nothing has changed.
+            UsageError: It gets requests that name no version.
         """
-        removal = asyncio.wait_for(self.versions.remove(name), timeout_s)
-        asyncio.run_coroutine_threadsafe(removal, self._loop).result()
+        removal = self.versions.remove(name, timeout_s)
+        return asyncio.run_coroutine_threadsafe(removal, self._loop).result()
 
     def wait_ready(self, name: str, timeout_s: float) -> None:
         """Wait until a version is ready.

@@ -93,12 +93,15 @@ class Version:
             raise RequestError(500, text) from job.error
         return job
 
-    def close(self) -> None:
-        """Stop the engine."""
+    def close(self) -> bool:
+        """Stop the engine; return whether all requests were answered."""
         self._probing.cancel()
         if self._next is not None:
             self._next.cancel()
+        if self._probe is not None:
+            self._queue.leave(self._probe)
         self.engine.close()
+        return self._queue.close()
 
     def observe(self) -> VersionFigures:
         """Return the figures as of now."""
@@ -228,12 +231,12 @@ class Versions:
         """Say which version answers requests that name none, and which one a share of them.
 
         Raises:
-            UnavailableError: One of them is not ready; nothing has changed.
+            UnavailableError: One that had no such requests is not ready; nothing has changed.
             UsageError: The canary takes or returns something else than the default.
         """
         chosen = [self[name] for name in (default, canary) if name is not None]
         for version in chosen:
-            if not version.ready:
+            if not (version.ready or self._asked(version.name)):
                 raise UnavailableError(f"version {version.name!r} is not ready: {version.problem}")
         if len({str(version.engine.signature) for version in chosen}) > 1:
             raise UsageError(
@@ -247,12 +250,18 @@ class Versions:
         while not self[name].idle:
             await asyncio.sleep(0.02)
 
-    async def remove(self, name: str) -> None:
-        """Answer what a version has, then stop it; nothing new gets to it."""
-        if self._table is not None and name in (self._table.default, self._table.canary):
+    async def remove(self, name: str, timeout_s: float) -> bool:
+        """Stop a version when it has answered what it has; see ``Server.remove``."""
+        if self._asked(name):
             raise UsageError(f"version {name!r} answers requests", hint="switch to another first")
-        await self.drained(name)
-        self._versions.pop(name).close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.drained(name)
+        return self._versions.pop(name).close()
+
+    def _asked(self, name: str) -> bool:
+        """Whether a version gets requests that name none."""
+        return self._table is not None and name in (self._table.default, self._table.canary)
 
     def close(self) -> None:
         """Stop all engines."""

@@ -443,9 +443,9 @@ def test_versions_change_while_clients_ask(start: Start) -> None:
         with pytest.raises(UsageError, match="answers requests"):
             server.remove("1", 10)
         server.call(server.versions.switch, "2")
-        server.remove("1", 10)
+        assert server.remove("1", 10)
         slow.gate.set()
-        server.remove("slow", 10)
+        assert server.remove("slow", 10)
         asked = len(codes)
         eventually("they still ask", lambda: len(codes) > asked + 50, every_s=0.01)
         stop.set()
@@ -455,6 +455,28 @@ def test_versions_change_while_clients_ask(start: Start) -> None:
     assert values == {("1", 1.0), ("2", 2.0)}
     missing = get(server, "/v2/models/model/versions/1/ready")
     assert (missing.status_code, "versions: 2" in missing.text) == (404, True)
+
+
+def test_versions_that_hang(start: Start) -> None:
+    networks = Network(1), Network(2)
+    server = start(*networks, probe_s=0.5)
+    for name in ("1", "2"):
+        server.wait_ready(name, 10)
+    server.call(server.versions.switch, "1", canary="2", share=0.5)
+    for network in networks:
+        network.gate.clear()
+    first, canary = (server.versions[name] for name in ("1", "2"))
+    eventually("both hang", lambda: not (first.ready or canary.ready), every_s=0.01)
+    server.call(server.versions.switch, "1")  # it had requests before
+    with pytest.raises(UnavailableError, match="'2' is not ready"):
+        server.call(server.versions.switch, "2")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, server, path="/v2/models/model/versions/2/infer")
+        eventually("it is asked", lambda: not canary.idle, every_s=0.01)
+        assert not server.remove("2", 0.2)
+        answer = asked.result()
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert list(server.versions) == [first]
 
 
 def test_a_canary_gets_a_share(start: Start) -> None:
