@@ -1,0 +1,535 @@
+#!/usr/bin/env python3
+"""What a service does under load, beside a bare server, and while its modules are killed.
+
+    scripts/experiments/serving.py load --peers litserve=/path/to/venv mlserver=/path/to/venv
+    scripts/experiments/serving.py kills --seconds 120
+    scripts/experiments/serving.py leave
+    scripts/experiments/serving.py hostile --requests 10000
+
+``load`` asks servers of the same network in turns, by ``wrk`` (Debian's package) with 1, 8 and 64
+clients: the chain by four processes, ``--in-process``, uvicorn with nothing but the network, and
+peers in environments of their own. Two networks: one that takes microseconds, one of some 5 ms a
+batch. ``kills``: 64 clients ask all the time; every 10 s a module is killed (SIGKILL); a new
+version takes over, another one fails. ``leave``: four of five clients leave after 5 ms.
+``hostile``: requests that are wrong in all ways, beside 8 clients that are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import uvloop
+
+from dni_runtime.api.run import Run
+from dni_runtime.run.documents.state import RunState
+
+DNICTL = (sys.executable, "-m", "dnictl")
+NAME = "digits"
+CHAIN = """\
+name: digits
+seed: 0
+data: {dataset: digits, batch_size: 64, flatten: true}
+epochs: 1
+defaults: {interface: mixed, optimizer: {Adam: {lr: 0.001}}}
+modules:
+"""
+BLOCK = "  - {{name: m{n}, layers: [{layers}]}}\n"
+LAYER = "{{Linear: {{in_features: {a}, out_features: {b}}}}}, ReLU"
+BARE = """\
+import sys, orjson, torch, uvicorn, dni_runtime
+torch.set_num_threads(1)
+network = dni_runtime.load(sys.argv[1])
+
+async def app(scope, receive, send):
+    if scope["type"] != "http":
+        return
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    (tensor,) = orjson.loads(body)["inputs"]
+    x = torch.tensor(tensor["data"]).reshape(tensor["shape"])
+    with torch.no_grad():
+        y = network(x)
+    output = {"name": "output", "datatype": "FP32", "shape": list(y.shape)}
+    output["data"] = y.flatten().tolist()
+    data = orjson.dumps({"outputs": [output]})
+    await send({"type": "http.response.start", "status": 200, "headers": [
+        (b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]})
+    await send({"type": "http.response.body", "body": data})
+
+uvicorn.run(app, port=int(sys.argv[2]), loop="uvloop", http="httptools", log_level="critical")
+"""
+LITSERVE = """\
+import sys, torch, litserve
+torch.set_num_threads(1)
+network = torch.jit.load(sys.argv[1])
+
+class Api(litserve.LitAPI):
+    def setup(self, device):
+        self.network = network.eval()
+    def decode_request(self, request):
+        (tensor,) = request["inputs"]
+        return torch.tensor(tensor["data"]).reshape(tensor["shape"])[0]
+    def batch(self, inputs):
+        return torch.stack(inputs)
+    def predict(self, x):
+        with torch.no_grad():
+            return self.network(x)
+    def unbatch(self, output):
+        return list(output)
+    def encode_response(self, output):
+        tensor = {"name": "output", "datatype": "FP32", "shape": [1, 10], "data": output.tolist()}
+        return {"outputs": [tensor]}
+
+if __name__ == "__main__":
+    api = Api(max_batch_size=64, batch_timeout=0.0, api_path="/v2/models/digits/infer")
+    server, port = litserve.LitServer(api, accelerator="cpu"), int(sys.argv[2])
+    server.run(port=port, generate_client_file=False, log_level="critical")
+"""
+MLSERVER = """\
+import torch
+from mlserver import MLModel
+from mlserver.codecs import NumpyCodec
+from mlserver.types import InferenceRequest, InferenceResponse
+
+class Network(MLModel):
+    async def load(self):
+        torch.set_num_threads(1)
+        self.network = torch.jit.load(self.settings.parameters.uri).eval()
+        return True
+    async def predict(self, payload: InferenceRequest) -> InferenceResponse:
+        x = torch.from_numpy(NumpyCodec.decode_input(payload.inputs[0])).float()
+        with torch.no_grad():
+            y = self.network(x)
+        output = NumpyCodec.encode_output("output", y.numpy())
+        return InferenceResponse(model_name=self.name, outputs=[output])
+"""
+
+
+def dnictl(folder: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run it."""
+    done = subprocess.run([*DNICTL, *arguments], cwd=folder, capture_output=True, text=True)
+    if check and done.returncode:
+        sys.exit(f"dnictl {' '.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}")
+    return done
+
+
+def train(folder: Path, width: int, depth: int) -> None:
+    """Train a chain of four modules, and export it."""
+    text, features = CHAIN, 64
+    for number in range(4):
+        layers = []
+        for _ in range(depth):
+            layers.append(LAYER.format(a=features, b=width))
+            features = width
+        if number == 3:
+            layers.append(f"{{Linear: {{in_features: {features}, out_features: 10}}}}")
+        text += BLOCK.format(n=number, layers=", ".join(layers))
+    folder.mkdir(parents=True)
+    (folder / "chain.yaml").write_text(text)
+    dnictl(folder, "up", "--backend", "process", "--name", "trained")
+    dnictl(folder, "export", "trained", "-o", "model.safetensors")
+    script = (
+        "import torch, dni_runtime; m = dni_runtime.load('model.safetensors');"
+        "torch.jit.trace(m, torch.zeros(2, 64)).save('model.ts')"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], cwd=folder, check=True)
+
+
+@contextmanager
+def served(folder: Path, *options: str, runs: str = "runs") -> Iterator[str]:
+    """Serve the run, or the file, and give the address."""
+    options = (*options, "-d", "--port", "0", "--runs", runs, "--json")
+    document = json.loads(dnictl(folder, "serve", *options).stdout)
+    try:
+        yield document["url"]
+    finally:
+        dnictl(folder, "serve", "--stop", "--runs", runs, "--name", document["name"])
+
+
+@contextmanager
+def program(argv: list[str], folder: Path, port: int) -> Iterator[str]:
+    """Run a server of somebody else's until it listens."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(
+        argv, cwd=folder, env=environ, stdout=quiet, stderr=quiet, start_new_session=True
+    )
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + 90
+    try:
+        while time.monotonic() < until and process.poll() is None:
+            done = asyncio.run(_answers(port))
+            if done:
+                yield url
+                return
+            time.sleep(0.5)
+        sys.exit(f"{argv[:3]} does not answer")
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def _answers(port: int) -> bool:
+    try:
+        client = await Client.open(f"http://127.0.0.1:{port}")
+        return (await client.ask(BODY))[0] == 200
+    except (OSError, asyncio.IncompleteReadError):
+        return False
+
+
+BODY = json.dumps(
+    {"inputs": [{"name": "input", "datatype": "FP32", "shape": [1, 64], "data": [0.5] * 64}]}
+).encode()
+
+
+WRONG: list[tuple[str, Any]] = [
+    *(("shape", value) for value in ([1, -64], [2**40, 64], "x", [], None)),
+    *(("data", value) for value in (None, [[0.5] * 63], ["a"] * 64, [float("nan")] * 63, {})),
+    *(("datatype", value) for value in ("FP1", 7)),
+    *(("name", value) for value in ("x" * 9999, None)),
+]
+"""What is wrong with a tensor."""
+
+
+class Client:
+    """A connection that is kept."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def open(cls, url: str) -> Client:
+        """Connect."""
+        port = int(url.rpartition(":")[2])
+        return cls(*await asyncio.open_connection("127.0.0.1", port))
+
+    async def ask(self, body: bytes, head: str = "", path: str = "") -> tuple[int, bytes]:
+        """Return the status of the answer, and its body."""
+        path = path or f"/v2/models/{NAME}/infer"
+        lines = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        lines += f"content-length: {len(body)}\r\n{head}\r\n"
+        self._writer.write(lines.encode("latin-1") + body)
+        answer = await self._reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", answer.lower())
+        text = await self._reader.readexactly(int(length[1]) if length else 0)
+        return int(answer.split()[1]), text
+
+    def leave(self) -> None:
+        """Cut the connection."""
+        self._writer.transport.abort()
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Return a percentile in milliseconds."""
+    return 1000 * sorted(values)[min(int(len(values) * share), len(values) - 1)] if values else 0.0
+
+
+async def keep_asking(
+    url: str, until: float, times: list[tuple[float, float]], failed: list[str], pause_s: float = 0
+) -> None:
+    """Ask again and again, by one connection."""
+    client = await Client.open(url)
+    while time.monotonic() < until:
+        begin = time.monotonic()
+        try:
+            status, body = await client.ask(BODY)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            failed.append(type(error).__name__)
+            client = await Client.open(url)
+            continue
+        times.append((begin, time.monotonic() - begin))
+        if status != 200:
+            failed.append(f"{status}: {body[:80]!r}")
+        await asyncio.sleep(pause_s)
+    client.leave()
+
+
+def wrk(url: str, clients: int, seconds: float, script: Path) -> tuple[float, float, float, int]:
+    """Return requests per second, p50 and p99 in milliseconds, and how many have failed."""
+    path = f"{url}/v2/models/{NAME}/infer"
+    command = [
+        "wrk",
+        "-t1",
+        f"-c{clients}",
+        f"-d{seconds:g}s",
+        "--latency",
+        "-s",
+        str(script),
+        path,
+    ]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rate = re.search(r"Requests/sec:\s+([\d.]+)", text)
+    assert rate is not None, text
+    scale = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+    found = [re.search(rf"{share}%\s+([\d.]+)(us|ms|s)", text) for share in (50, 99)]
+    p50, p99 = (float(one[1]) * scale[one[2]] if one else 0.0 for one in found)
+    failed = 0
+    for pattern in (r"Non-2xx or 3xx responses: (\d+)", r"Socket errors: .*timeout (\d+)"):
+        match = re.search(pattern, text)
+        failed += int(match[1]) if match else 0
+    return float(rate[1]), p50, p99, failed
+
+
+def load(arguments: argparse.Namespace) -> None:
+    """Ask the servers of two networks in turns."""
+    script = arguments.folder / "post.lua"
+    script.write_text(
+        f'wrk.method = "POST"\nwrk.body = [=[{BODY.decode()}]=]\n'
+        'wrk.headers["Content-Type"] = "application/json"\n'
+    )
+    peers = dict(peer.split("=", 1) for peer in arguments.peers)
+    for network, (width, depth) in {"tiny": (64, 1), "5 ms": (2048, 1)}.items():
+        folder = arguments.folder / network.replace(" ", "")
+        train(folder, width, depth)
+        (folder / "bare.py").write_text(BARE)
+        (folder / "lit.py").write_text(LITSERVE)
+        with ExitStack() as stack:
+            python = sys.executable
+            urls = {
+                "four processes": stack.enter_context(
+                    served(folder, "trained", "--backend", "process")
+                ),
+                "in-process": stack.enter_context(
+                    served(folder, "model.safetensors", runs="alone")
+                ),
+                "bare uvicorn": stack.enter_context(
+                    program([python, "bare.py", "model.safetensors", "8731"], folder, 8731)
+                ),
+            }
+            if "litserve" in peers:
+                python = f"{peers['litserve']}/bin/python"
+                argv = [python, "lit.py", "model.ts", "8732"]
+                urls["LitServe"] = stack.enter_context(program(argv, folder, 8732))
+            if "mlserver" in peers:
+                _mlserver(folder)
+                argv = [f"{peers['mlserver']}/bin/mlserver", "start", "."]
+                urls["MLServer"] = stack.enter_context(program(argv, folder / "ml", 8733))
+            print(f"\n**{network}** ({os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f})\n")
+            print("| server | clients | requests/s (range) | p50 ms | p99 ms | failed |")
+            print("|---|---|---|---|---|---|")
+            for clients in (1, 8, 64):
+                found: dict[str, list[tuple[float, float, float, int]]] = {
+                    name: [] for name in urls
+                }
+                for _ in range(arguments.rounds):
+                    for name, url in urls.items():
+                        found[name].append(wrk(url, clients, arguments.seconds, script))
+                for name, rounds in found.items():
+                    rates, p50, p99, failed = zip(*rounds, strict=True)
+                    middle = (statistics.median(values) for values in (rates, p50, p99))
+                    rate, half, most = middle
+                    spread = f"{rate:.0f} ({min(rates):.0f} to {max(rates):.0f})"
+                    figures = f"{spread} | {half:.2f} | {most:.1f} | {sum(failed)}"
+                    print(f"| {name} | {clients} | {figures} |", flush=True)
+
+
+def _mlserver(folder: Path) -> None:
+    (folder / "ml").mkdir()
+    (folder / "ml" / "network.py").write_text(MLSERVER)
+    settings = {
+        "http_port": 8733,
+        "grpc_port": 8734,
+        "metrics_port": 8735,
+        "parallel_workers": 0,
+        "debug": False,
+    }
+    (folder / "ml" / "settings.json").write_text(json.dumps(settings))
+    model = {
+        "name": NAME, "implementation": "network.Network",
+        "max_batch_size": 64, "max_batch_time": 0.001,
+        "parameters": {"uri": str(folder / "model.ts")},
+    }  # fmt: skip
+    (folder / "ml" / "model-settings.json").write_text(json.dumps(model))
+
+
+def kills(arguments: argparse.Namespace) -> None:
+    """Kill modules and change versions while clients ask."""
+    folder = arguments.folder / "kills"
+    train(folder, 64, 1)
+    with served(folder, "trained", "--backend", "process", "--deadline", "30") as url:
+        killed, failures, times = asyncio.run(_kills(folder, url, arguments))
+    every = [took for _, took in times]
+    near = [
+        took for begin, took in times if any(begin - 1 < at < begin + took + 1 for at in killed)
+    ]
+    print(
+        f"{len(times)} requests of {arguments.clients} clients in {arguments.seconds:g} s, "
+        f"{len(killed)} kills, {len(failures)} failed {failures[:3]}\n"
+        f"p50 {percentile(every, 0.5):.1f} ms, p99 {percentile(every, 0.99):.0f} ms; in the "
+        f"seconds around a kill: p99 {percentile(near, 0.99):.0f} ms; "
+        f"longest {percentile(every, 1):.0f} ms"
+    )
+
+
+async def _kills(
+    folder: Path, url: str, arguments: argparse.Namespace
+) -> tuple[list[float], list[str], list[tuple[float, float]]]:
+    until = time.monotonic() + arguments.seconds
+    times: list[tuple[float, float]] = []
+    failed: list[str] = []
+    killed: list[float] = []
+    draw = random.Random(arguments.seed)
+    (folder / "broken.safetensors").write_bytes(b"no network")
+
+    async def disturb() -> None:
+        version, number = "1", 0
+        while time.monotonic() < until - 10:
+            await asyncio.sleep(10)
+            number += 1
+            if number == 3:
+                done = await asyncio.to_thread(
+                    dnictl, folder, "serve", "--update", "trained", check=False
+                )
+                print(f"update: exit status {done.returncode}")
+                version = "2"
+            elif number == 6:
+                done = await asyncio.to_thread(
+                    dnictl, folder, "serve", "--update", "broken.safetensors", check=False
+                )
+                print(f"update that fails: exit status {done.returncode}")
+            state: RunState = Run.open(folder / "runs" / NAME / version).state()
+            name, module = draw.choice([*state.modules.items()])
+            if module.pid:
+                os.kill(module.pid, signal.SIGKILL)
+                killed.append(time.monotonic())
+                print(f"killed {name} of version {version}", flush=True)
+
+    clients = [keep_asking(url, until, times, failed) for _ in range(arguments.clients)]
+    await asyncio.gather(disturb(), *clients)
+    return killed, failed, times
+
+
+def leave(arguments: argparse.Namespace) -> None:
+    """Have four of five clients leave after 5 ms, and look at the others."""
+    folder = arguments.folder / "leave"
+    train(folder, 64, 1)
+
+    async def go_away(url: str, until: float, count: list[int]) -> None:
+        while time.monotonic() < until:
+            client = await Client.open(url)
+            task = asyncio.create_task(client.ask(BODY))
+            await asyncio.sleep(0.005)
+            client.leave()
+            count[0] += 1
+            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.sleep(0.1)
+
+    async def phase(url: str, title: str, leaving: int) -> None:
+        times: list[tuple[float, float]] = []
+        failed: list[str] = []
+        count, until = [0], time.monotonic() + arguments.seconds
+        stay = (keep_asking(url, until, times, failed, 0.01) for _ in range(8))
+        await asyncio.gather(*stay, *(go_away(url, until, count) for _ in range(leaving)))
+        took = [one for _, one in times]
+        print(
+            f"{title}: {len(took)} answers, {count[0]} have left, {len(failed)} failed, "
+            f"p50 {percentile(took, 0.5):.1f} ms, p99 {percentile(took, 0.99):.1f} ms", flush=True,
+        )  # fmt: skip
+
+    with served(folder, "trained", "--backend", "process") as url:
+        for title, leaving in (("before", 0), ("while they leave", 32), ("after", 0)):
+            asyncio.run(phase(url, title, leaving))
+
+
+def hostile(arguments: argparse.Namespace) -> None:
+    """Send wrong requests, beside some that are right."""
+    folder = arguments.folder / "hostile"
+    train(folder, 64, 1)
+    draw = random.Random(arguments.seed)
+
+    def wrong() -> tuple[bytes, str, str]:
+        tensor = {"name": "input", "datatype": "FP32", "shape": [1, 64], "data": [0.5] * 64}
+        key, value = draw.choice(WRONG)
+        body = json.dumps({"inputs": [{**tensor, key: value}]}).encode()
+        choice = draw.random()
+        if choice < 0.2:
+            body = draw.randbytes(draw.randrange(2000))
+        elif choice < 0.3:
+            body = b"[" * draw.randrange(100_000)
+        elif choice < 0.4:
+            body = body[: draw.randrange(len(body))]
+        head = f"inference-header-content-length: {draw.choice([-1, 0, 10**12, 5])}\r\n"
+        path = "/v2/models/other/infer" if choice > 0.95 else ""
+        return body, head if 0.4 < choice < 0.6 else "", path
+
+    async def attack(url: str, counts: dict[int, int]) -> None:
+        client = await Client.open(url)
+        for _ in range(arguments.requests // 8):
+            try:
+                status, _ = await client.ask(*wrong())
+            except (OSError, asyncio.IncompleteReadError):
+                status, client = 0, await Client.open(url)
+            counts[status] = counts.get(status, 0) + 1
+
+    async def both(url: str, attacks: bool) -> tuple[list[float], dict[int, int]]:
+        times: list[tuple[float, float]] = []
+        failed: list[str] = []
+        counts: dict[int, int] = {}
+        until = time.monotonic() + arguments.seconds
+        tasks = [keep_asking(url, until, times, failed, 0.01) for _ in range(8)]
+        await asyncio.gather(*tasks, *(attack(url, counts) for _ in range(8 * attacks)))
+        print(f"{len(times)} answers beside them, {len(failed)} failed")
+        return [took for _, took in times], counts
+
+    with served(folder, "trained", "--backend", "process") as url:
+        pid = json.loads(dnictl(folder, "serve", "--status", "--json").stdout)["pid"]
+
+        def memory_mib() -> int:
+            return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) // 256
+
+        before, _ = asyncio.run(both(url, False))
+        first = memory_mib()
+        during, counts = asyncio.run(both(url, True))
+        print(f"statuses {dict(sorted(counts.items()))}, memory {first} -> {memory_mib()} MiB")
+        for title, took in (("before", before), ("during", during)):
+            print(
+                f"{title}: p50 {percentile(took, 0.5):.1f} ms, p99 {percentile(took, 0.99):.1f} ms"
+            )
+        with urlopen(f"{url}/v2/health/ready", timeout=10) as reply:
+            print(f"ready: {reply.status}")
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=["load", "kills", "leave", "hostile"])
+    parser.add_argument("--seconds", type=float, help="of one measurement")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clients", type=int, default=64, help="of kills")
+    parser.add_argument("--requests", type=int, default=10_000, help="of hostile")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--peers", nargs="*", default=[], metavar="litserve|mlserver=VENV")
+    arguments = parser.parse_args()
+    arguments.seconds = arguments.seconds or {"load": 4.0, "kills": 120.0}.get(arguments.what, 30.0)
+    arguments.folder = Path(tempfile.mkdtemp(prefix="serving-"))
+    uvloop.install()
+    try:
+        globals()[arguments.what](arguments)
+    finally:
+        shutil.rmtree(arguments.folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
