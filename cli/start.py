@@ -155,6 +155,11 @@ def resume(
     its.check_resumable(cut, epochs)
     if notice := its.record.compare_versions():
         tell(f"{its.name}: {notice}")
+    if dry_run and epochs is not None:
+        from dni_runtime.plan.carrying import longer
+
+        longer(its.record, epochs)  # refused here, too
+        tell(f"{its.name}: trains until it has {epochs} epochs, not {its.record.epochs}")
     if its.job is not None:
         source = click.get_current_context().get_parameter_source("log_level")
         level = None if source is ParameterSource.DEFAULT else log_level

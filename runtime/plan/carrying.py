@@ -90,24 +90,12 @@ def extend(record: Record, epochs: int) -> Record:
     If it has finished, it is one that was stopped from then on. The caller owns it. What is done in
     part, because this process was killed, is done whole by another call.
     """
-    run, name = record.run, record.name
-    chain, workers = record.specs()
+    run, workers = record.run, record.specs()[1]
     state = RunState.read(run)
     if epochs == record.epochs and state.phase != "finished":
         return record
     cut, _ = newest_cut(run, record.modules)
-    if chain.steps is not None:
-        raise UsageError(
-            f"run {name!r} ends after 'steps: {chain.steps}', not by its epochs",
-            hint=f"raise 'steps' in the chain, then 'dnictl up --carry {name}'",
-        )
-    chain = chain.model_copy(update={"epochs": epochs})
-    if _complete(chain, record, cut):
-        trained = read_document(run.checkpoint(cut, record.modules[0]))["epochs_ended"]
-        raise UsageError(
-            f"run {name!r} has trained {trained} epochs: {epochs} epochs in all add none",
-            hint=f"for example: dnictl resume {name} --epochs {2 * trained}",
-        )
+    chain = longer(record, epochs)
     lengths = {
         worker.module: chain.length(worker.schedule_every, record.batches_per_epoch)
         for worker in workers
@@ -137,6 +125,25 @@ def extend(record: Record, epochs: int) -> Record:
             module.state = "stopped" if module.state == "finished" else module.state
         state.write(run)
     return Record.read(run.root)
+
+
+def longer(record: Record, epochs: int) -> ChainSpec:
+    """Return a run's chain with so many epochs; refuse as many as it has trained, or fewer."""
+    run, name = record.run, record.name
+    chain, cut = record.specs()[0], newest_cut(run, record.modules)[0]
+    if chain.steps is not None:
+        raise UsageError(
+            f"run {name!r} ends after 'steps: {chain.steps}', not by its epochs",
+            hint=f"raise 'steps' in the chain, then 'dnictl up --carry {name}'",
+        )
+    chain = chain.model_copy(update={"epochs": epochs})
+    if _complete(chain, record, cut):
+        trained = read_document(run.checkpoint(cut, record.modules[0]))["epochs_ended"]
+        raise UsageError(
+            f"run {name!r} has trained {trained} epochs: {epochs} epochs in all add none",
+            hint=f"for example: dnictl resume {name} --epochs {2 * trained}",
+        )
+    return chain
 
 
 def _complete(chain: ChainSpec, record: Record, cut: int) -> bool:

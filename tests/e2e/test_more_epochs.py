@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 from dni_runtime import Chain, Run
 from dni_runtime.errors import UsageError
 from dni_runtime.run.cuts import complete_cuts, read_document
-from tests.e2e.conftest import Site
+from dni_runtime.run.documents.state import RunState
+from tests.e2e.conftest import PAIR, Site, eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -81,3 +84,26 @@ def test_a_schedule_of_the_whole_training(site: Site) -> None:
     ]
     expected = [0.01 * (1 + math.cos(math.pi * epoch / 4)) / 2 for epoch in (3, 4)]
     assert [rate["lr"] for rate in rates] == pytest.approx(expected)
+
+
+@pytest.mark.timeout(300)
+def test_more_epochs_that_are_interrupted(site: Site) -> None:
+    """The supervisor is killed midway, and the workers too: the same command goes on to the end."""
+    site.write(2, slow=True, chain=PAIR)
+    site.run("up", "--backend", "process")
+    said = site.run("resume", "--dry-run", "--epochs", "6").stderr
+    assert "until it has 6 epochs, not 2" in said
+    site.run("resume", "--dry-run", "--epochs", "1", expect=64)
+    assert site.json("status")["epochs"] == 2, "nothing was written"
+    site.run("resume", "-d", "--epochs", "6")
+    eventually("it trains further", lambda: (site.json("status")["epoch"] or 0) >= 3)
+    state = RunState.read(site.latest)
+    for pid in filter(None, (state.pid, *(module.pid for module in state.modules.values()))):
+        os.kill(pid, signal.SIGKILL)
+    eventually("it is known", lambda: site.json("status")["state"] not in ("running", "starting"))
+    site.run("resume")
+    figures = site.json("status")
+    assert (figures["state"], figures["epoch"], figures["epochs"]) == ("finished", 6, 6)
+    assert [each.epoch for each in site.figures.evaluations] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(UsageError, match="has trained 6 epochs"):
+        Run.open(site.latest.root).resume(epochs=6)
