@@ -47,8 +47,9 @@ def draw_curves(title: str, panels: Sequence[Panel]) -> Figure:
             axes.plot(*panel.best, marker="*", markersize=10, color="tab:red", linestyle="")
             axes.annotate("best", panel.best, textcoords="offset points", xytext=(4, 6))
         axes.grid(alpha=0.3)
-        if number == 1 and len(panel.curves) > 1:
-            axes.legend(fontsize="small")
+        if number == 1 and len(panel.curves) > 1:  # below, where it hides no curve
+            columns = min(len(panel.curves), 6)
+            figure.legend(loc="outside lower center", fontsize="small", ncols=columns)
     figure.suptitle(title)
     return figure
 

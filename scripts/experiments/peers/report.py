@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dni_runtime.measure.module import Spread
-from peers.contenders import SINGLE, SYNCHRONOUS, Contender, computes, kind_of
+from peers.contenders import SCHEDULES, SINGLE, SYNCHRONOUS, Contender, computes, kind_of
 from peers.processes import Measured
 from peers.slow_link import Line
 
@@ -158,6 +158,18 @@ def _paired(values: Mapping[str, float] | None) -> str:
     return f"{values['median']:.2f} ({values['low']:.2f}-{values['high']:.2f})"
 
 
+def _label(name: str) -> str:
+    """What a legend says of a contender."""
+    if name in SINGLE:
+        return f"one process, {SINGLE[name]} thread{'s' if SINGLE[name] > 1 else ''}"
+    if name in SCHEDULES:
+        _, _, count = SCHEDULES[name]
+        return f"{name.rpartition('-')[0]}, {count} micro-batch{'es' if count > 1 else ''}"
+    return {"chain": "chain, synthetic", "mixed": "chain, mixed", "delayed": "chain, delayed"}.get(
+        name, name
+    )
+
+
 def draw(lines: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Draw throughput against latency, one line per contender, one picture per rate.
 
@@ -191,7 +203,8 @@ def draw(lines: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
                 [value["median"] - value["low"] for _, value in points],
                 [value["high"] - value["median"] for _, value in points],
             ]
-            style: dict[str, Any] = {"marker": "o", "markersize": 3, "capsize": 2, "label": name}
+            label = _label(name)
+            style: dict[str, Any] = {"marker": "o", "markersize": 3, "capsize": 2, "label": label}
             if kind_of(name)[0] == "chain":
                 style["linewidth"] = 2.5
             elif name in SINGLE:
@@ -201,10 +214,11 @@ def draw(lines: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
             xlabel="one-way delay [ms]",
             ylabel="samples/s",
             ylim=(0, None),
-            title="no limit" if rate is None else f"{rate:g} Mbit/s",
+            title="" if rates == [None] else "any rate" if rate is None else f"{rate:g} Mbit/s",
         )
         at.grid(alpha=0.3)
-        at.legend(fontsize="x-small", ncols=2)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", fontsize="small", ncols=3)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     plt.close(figure)
