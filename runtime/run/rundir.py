@@ -27,6 +27,7 @@
       checkpoints/ID/MODULE.*       consistent cuts, by position in the stream
       checkpoints/best.json         which checkpoint is the best, if the chain selects one
       snapshots/MODULE.safetensors  a module's own newest state, for its restart
+      snapshots/MODULE.trying       the batch that a worker which predicts may die of
       ledger/MODULE.json            what a module has processed, over all its attempts
       ledger/MODULE.marks.jsonl     requested markers that the head inserted, by position
       ledger/MODULE.shares.jsonl    a replica's parts of evaluations, at the tail
@@ -187,6 +188,10 @@ class RunDir:
 
     def snapshot(self, module: str) -> Path:
         return self.root / "snapshots" / f"{module}.safetensors"
+
+    def trying(self, module: str) -> Path:
+        """The batch that a restarted worker is computing, and how often one has begun it."""
+        return self.root / "snapshots" / f"{module}.trying"
 
     def ledger(self, module: str) -> Path:
         return self.root / "ledger" / f"{module}.json"

@@ -7,9 +7,11 @@ module that was restarted gets all that has no answer yet, and computes it again
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import zmq
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from dni_runtime.core.exits import early_head, leaves
 from dni_runtime.core.forward import ModuleForward
+from dni_runtime.errors import DataError
 from dni_runtime.garbage import collect_as_usual
 from dni_runtime.link import Marker, OutputLink
 from dni_runtime.run.rundir import RunDir
@@ -32,6 +35,8 @@ from dni_runtime.worker.server import Stage
 
 log = logging.getLogger(__name__)
 
+_NOTED = 100
+_DEATHS = 2
 
 WHOLE = 1
 """As a batch's epoch: no sample leaves early."""
@@ -58,6 +63,37 @@ class Exit:
         return leaves(p, self._threshold)
 
 
+class Suspicion:
+    """Which batch may kill the worker: it is noted for a while after a restart.
+
+    A batch of which two restarted workers have died is not computed a third time.
+    """
+
+    def __init__(self, file: Path, *, restarted: bool) -> None:
+        self._file = file
+        self._left = _NOTED if restarted else 0
+        self._id, self._times = 0, 0
+        if restarted:
+            with contextlib.suppress(OSError, ValueError):
+                self._id, self._times = map(int, file.read_text().split())
+
+    def clears(self, id: int) -> bool:
+        """Note that a batch is about to be computed; return whether it may be."""
+        if self._left == 0:
+            return True
+        self._left -= 1
+        self._times = self._times + 1 if id == self._id else 1
+        self._id = id
+        if self._times > _DEATHS:
+            return False
+        with contextlib.suppress(OSError):  # then it may kill once more
+            if self._left:
+                self._file.write_text(f"{id} {self._times}")
+            else:
+                self._file.unlink()
+        return True
+
+
 class Predictor:
     """One attempt of a module that predicts, until it is told to stop: :meth:`live`.
 
@@ -78,6 +114,7 @@ class Predictor:
         options = attempt.options
         alone = options.first is not None and options.first < options.attempt
         start = Start(again=alone or options.resume == OWN)
+        self._suspicion = Suspicion(attempt.run.trying(spec.module), restarted=start.again)
         self._links = WorkerLinks(attempt, start)
 
     def live(self) -> Stage:
@@ -136,6 +173,8 @@ class Predictor:
             return True
         self._metrics.now("batch")
         try:
+            if not self._suspicion.clears(item.id):
+                raise DataError(f"{_DEATHS} workers have died of it")
             x = tuple([self._copies.to_device(x) for x in item.xs])
             h, p = self._compute(x)
         except Exception:  # users' layers may raise any: this batch fails alone

@@ -20,7 +20,7 @@ import dni_runtime
 from dni_runtime import Run
 from dni_runtime.run.documents.state import process_birth
 from tests.conftest import eventually
-from tests.e2e.conftest import MODULES, Site, missing
+from tests.e2e.conftest import CHAIN, MODULES, Site, missing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -62,7 +62,7 @@ class Served(Site):
         """Return status and document."""
         data = None if body is None else json.dumps(body).encode()
         try:
-            with urlopen(Request(self.url + path, data), timeout=40) as answer:
+            with urlopen(Request(self.url + path, data), timeout=90) as answer:
                 return answer.status, json.load(answer)
         except HTTPError as error:
             return error.code, json.load(error)
@@ -189,6 +189,36 @@ def test_modules_are_killed_and_hang_while_clients_ask(served: Served) -> None:
     os.kill(middle, signal.SIGCONT)
     eventually("it is ready again", lambda: served.ready, 10)
     served.ask(torch.randn(3, 64))
+
+
+DEADLY = """\
+import os, signal
+from torch import nn
+
+class Deadly(nn.ReLU):
+    def forward(self, x):
+        if (x > 1e6).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+"""
+
+
+def test_a_batch_that_kills_workers_fails_alone(site: Site) -> None:
+    served = Served(site.folder)
+    (site.folder / "deadly.py").write_text(DEADLY)
+    chain = CHAIN.replace("ReLU]", "{import: 'deadly:Deadly'}]")
+    served.run("up", served.write(1, chain=chain), "--backend", "process", "--name", "trained")
+    served.serve("trained", "--backend", "process", "--deadline", "60")
+    try:
+        tensor = {"name": "input", "datatype": "FP32", "shape": [1, 64], "data": [1e9] * 64}
+        path = f"/v2/models/{NAME}/infer"
+        status, document = served.get(path, {"inputs": [tensor]})
+        assert status == 500, document
+        assert "could not compute" in document["error"]
+        tensor["data"] = [0.5] * 64
+        assert served.get(path, {"inputs": [tensor]})[0] == 200
+    finally:
+        served.run("serve", "--stop")
 
 
 def test_versions_change_without_a_lost_request(served: Served) -> None:
