@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 _TYPES = ("float32", "bfloat16", "int8")  # on the wire; the others have the same sizes
 _SUMMARY = {
-    "holds": ": the promise holds there",
-    "broken": ": the promise is broken there",
-    "not shown": ": too few samples to show that the promise holds",
+    "holds": "the promise holds there",
+    "broken": "the promise is broken there",
+    "not shown": "too few samples to show that the promise holds",
 }
 
 
@@ -118,11 +118,11 @@ def _print(document: Exits) -> None:
             f"{rule.points:g} points are lost; raise 'data.validation', or allow more"
         )
         return
+    checked = document.samples - document.samples // 2
     click.echo(
-        f"{share(1 - rule.leave[-1])} leave early; {lost:.2f} points of accuracy lost (95 %: "
-        f"{low:.2f} to {high:.2f}) on the {document.samples - document.samples // 2} samples that "
-        "had no part in the choice"
-        + ("" if rule.points is None else f", of at most {rule.points:g}{_SUMMARY[rule.verdict]}")
+        f"{share(1 - rule.leave[-1])} leave early; points of accuracy lost by that on {checked} "
+        f"samples that had no part in the choice: {lost:.2f} (95 %: {low:.2f} to {high:.2f})"
+        + ("" if rule.points is None else f" of {rule.points:g}: {_SUMMARY[rule.verdict]}")
     )
 
 
