@@ -38,7 +38,7 @@ def test_the_list_of_commands(dnictl: Dnictl) -> None:
     assert [line[:-1] for line in out.splitlines() if line[:1].isalpha()] == [*GROUPS]
     listed = [line.split()[0] for line in out.splitlines() if line[2:3].isalpha()]
     assert [name for name in listed if name in COMMANDS] == [
-        n for n in COMMANDS if n not in ("supervise", "reference")
+        n for n in COMMANDS if n not in ("supervise", "service", "reference")
     ]
     assert "..." not in out  # each summary fits a terminal of 80 columns
 
@@ -57,7 +57,7 @@ def test_commands_and_exit_codes_are_documented() -> None:
     text = (Path(__file__).parents[3] / "docs" / "commands.md").read_text("utf-8")
     commands, codes = text.split("## Exit codes")
     shown = set(re.findall(r"[a-z]+", " ".join(re.findall(r"`[^`]*`", commands))))
-    assert set(COMMANDS) - {"supervise", "reference"} | set(ALIASES) <= shown
+    assert set(COMMANDS) - {"supervise", "service", "reference"} | set(ALIASES) <= shown
     rows = re.findall(r"^\| ([\d, ]+) \|", codes, re.MULTILINE)
     documented = {int(code) for row in rows for code in row.split(",")}
     by_signals = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
