@@ -54,7 +54,9 @@ if TYPE_CHECKING:
     "--tls", nargs=2, metavar="CERT KEY", type=click.Path(path_type=Path, exists=True),
     help="Files of the certificate and its key, for HTTPS.",
 )  # fmt: skip
-@click.option("--max-batch", type=click.IntRange(1), metavar="N", help="Most rows in a batch.")
+@click.option(
+    "--max-batch", type=click.IntRange(1, 4096), metavar="N", help="Most rows in a batch."
+)
 @click.option(
     "--batch-wait", type=click.FloatRange(0), default=0.0, metavar="SECONDS",
     help="Wait so long for a batch to fill (default: what queued during the last batch is one).",

@@ -57,6 +57,7 @@ class Service:
             finally:
                 for deployment in self._deployments.values():
                     deployment.stop()
+                    deployment.note(state="stopped", share=0.0)
         self._write(phase="ended")
 
     def _write(self, **changes: object) -> None:

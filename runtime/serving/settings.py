@@ -11,6 +11,7 @@ from pydantic import Field
 
 from dni_runtime.errors import UsageError
 from dni_runtime.spec.named import Frozen, Name
+from dni_runtime.spec.predicting import ROWS
 
 
 class Settings(Frozen):
@@ -22,7 +23,7 @@ class Settings(Frozen):
     token_file: Path | None = None  # of the token that requests must bear
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    max_batch: int = Field(default=64, ge=1)  # rows
+    max_batch: int = Field(default=64, ge=1, le=ROWS)  # rows
     batch_wait_s: float = Field(default=0.0, ge=0)  # of a batch that is not full, for more rows
     deadline_s: float = Field(default=30.0, gt=0)  # of a request: to send it, and to answer it
     max_waiting: int = Field(default=4096, ge=1)  # rows

@@ -13,6 +13,9 @@ from typing import Any
 from dni_runtime.spec.edge import EdgeSpec, TensorSpec
 from dni_runtime.spec.worker import ExitRole, WorkerSpec
 
+ROWS = 4096
+"""Samples in the largest batch that links accept, however large those of the training were."""
+
 FRONT = "front"
 """The name of its worker."""
 
@@ -87,6 +90,7 @@ def predicting(
                     "targets": tuple(targets),
                     "head": None,
                     "tail": None,
+                    "batch_limit": ROWS,
                     "max_late": None,
                     "backend": None,
                     "replicas": 1,

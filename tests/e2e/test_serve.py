@@ -151,7 +151,8 @@ def test_a_client_gets_what_the_exported_network_says(served: Served, client: Mo
 
 
 def test_modules_are_killed_and_hang_while_clients_ask(served: Served) -> None:
-    served.serve("trained", "--backend", "process", "--probe", "2")
+    served.serve("trained", "--backend", "process", "--probe", "2", "--max-batch", "256")
+    served.ask(torch.randn(300, 64))  # more rows than a batch of the training, or of the service
     failures: list[BaseException] = []
     answered = [0]
     over = threading.Event()
