@@ -11,16 +11,16 @@ from dni_runtime.link.receiver import Receiver
 from dni_runtime.link.tensors import to_buffers
 from dni_runtime.wire import Buffer, Kind, Message, encode
 
-_CONTROL_KEPT = 64
+_REQUESTS_KEPT = 64
 
 
 class Answers:
-    """Gradients, then DRAINED and requests, then an acknowledgement.
+    """Gradients, then requests and DRAINED, then an acknowledgement.
 
     What cannot be sent now waits for :meth:`send_due`, in this order: DRAINED promises that
     gradients have been sent. A gradient waits only if a module upstream waits for it.
 
-    ``resend`` is the number of gradients to send again on a new connection; 0: none is waited for.
+    ``resend`` is the number of gradients to send again after WELCOME; 0: none is waited for.
     ``send`` returns whether it could send.
     """
 
@@ -35,10 +35,10 @@ class Answers:
         self._send = send
         self._gradients: deque[list[Buffer]] = deque(maxlen=resend)  # the newest ones
         self._unsent: deque[list[Buffer]] = deque(maxlen=resend)  # before anything else
-        self._control: deque[list[Buffer]] = deque(maxlen=_CONTROL_KEPT)
+        self._requests: deque[list[Buffer]] = deque(maxlen=_REQUESTS_KEPT)
         self._drained = 0
-        self._handshakes = 0
-        self._session = ""
+        self._drained_due = False
+        self._welcomed = ("", 0)  # session and number of the newest HELLO that was answered
 
     def ack(self) -> None:
         """Send the newest acknowledgement."""
@@ -77,16 +77,18 @@ class Answers:
     def drained(self, id: int) -> None:
         """Announce that no gradient of a batch before marker ``id`` will follow."""
         self._drained = max(self._drained, id)
-        self._send_control(Message(Kind.DRAINED, self._run, self._module, id=id))
+        self._drained_due = self._drained > 0
+        self.send_due()
 
     def drained_again(self) -> None:
         """Repeat the newest announcement, if there was one."""
-        if self._drained:
-            self.drained(self._drained)
+        self.drained(self._drained)
 
     def request(self, what: str) -> None:
         """Ask the head for something."""
-        self._send_control(Message(Kind.REQUEST, self._run, self._module, body={"what": what}))
+        message = Message(Kind.REQUEST, self._run, self._module, body={"what": what})
+        self._requests.append(encode(message))
+        self.send_due()
 
     def send_due(self) -> None:
         """Send what waits, as far as possible."""
@@ -95,25 +97,28 @@ class Answers:
             self._unsent.popleft()
         if self._unsent:
             return
-        while self._control and self._send(self._control[0]):
-            self._control.popleft()
+        while self._requests and self._send(self._requests[0]):
+            self._requests.popleft()
+        if self._drained_due:
+            message = Message(Kind.DRAINED, self._run, self._module, id=self._drained)
+            self._drained_due = not self._send(encode(message))
         if self.ack_due:
             ack = self._receiver.order.acked
             message = Message(Kind.ACK, self._run, self._module, ack=ack)
             self.ack_due = not self._send(encode(message))
 
     def repeat(self) -> None:
-        """After a handshake, send again what the lost connection may have swallowed."""
-        if self._counters.handshakes == self._handshakes:
+        """After a WELCOME, send again what may not have been accepted before it.
+
+        That also happens on a connection that stands: an output end that could not send, as this
+        end has read nothing for long, accepts nothing until WELCOME.
+        """
+        welcomed = (self._receiver.session, self._receiver.number)
+        if self._welcomed == welcomed:
             return
-        self._handshakes = self._counters.handshakes
         self.ack_due = False  # WELCOME carried it
-        if self._session != self._receiver.session:  # another process, which waits for none
-            self._session = self._receiver.session
+        if self._welcomed[0] != self._receiver.session:  # another process, which waits for none
             self._gradients.clear()
+        self._welcomed = welcomed
         self._unsent = self._gradients.copy()
         self.drained_again()
-
-    def _send_control(self, message: Message) -> None:
-        self._control.append(encode(message))
-        self.send_due()

@@ -76,7 +76,7 @@ class Receiver:
         self._of_strangers = replace(contract.down, header_bytes=STRANGERS_HEADER_BYTES)
         self.session = ""  # random identifier of the accepted peer's process
         self._attempt = 0  # of the module upstream
-        self._number = 0  # of the session's newest HELLO
+        self.number = 0  # of the session's newest HELLO
         self._newest = 0  # the highest id in the peer's window by then
         self._replaced: deque[str] = deque(maxlen=REPLACED_KEPT)
         self._invited: deque[bytes] = deque(maxlen=INVITED_KEPT)
@@ -184,9 +184,9 @@ class Receiver:
             )
         if hello.session != self.session:
             self._replace(hello)
-        elif hello.number <= self._number:
+        elif hello.number <= self.number:
             raise WireError("handshake", "a HELLO of a connection that a newer one has replaced")
-        self._number, self._newest = hello.number, hello.newest
+        self.number, self._newest = hello.number, hello.newest
         if identity != self.peer:
             self.peer = identity
             self.counters.handshakes += 1

@@ -49,6 +49,19 @@ def gradients_once() -> Any:
     return replaced((answers.Answers, "repeat", repeat))
 
 
+def connections_once() -> Any:
+    """What an output end did not accept before WELCOME is sent again on a new connection only."""
+    real = answers.Answers.repeat
+
+    def repeat(self: Any) -> None:
+        count = self._receiver.counters.handshakes
+        if getattr(self, "connections", 0) != count:
+            self.connections = count
+            real(self)
+
+    return replaced((answers.Answers, "repeat", repeat))
+
+
 def newest_read() -> Any:
     """The HELLO that is read last takes the link, whatever connection it comes from.
 
@@ -265,6 +278,7 @@ def addresses_kept() -> Any:
 
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "gradients-once": gradients_once,
+    "connections-once": connections_once,
     "newest-read": newest_read,
     "narrow-gaps": narrow_gaps,
     "own-cuts": own_cuts,

@@ -39,6 +39,7 @@ FOUND = {
         "4359",
     ),
     "an address of before a change belongs to another link": ("--replicas", "--first", "125"),
+    "what came before a WELCOME comes again": ("--replicas", "--first", "9700147"),
     "what was written just before is waited for": ("--replicas", "--first", "3100079"),
 }
 """What other seeds have found, each with one of them."""

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dni_runtime.errors import WireError
 from dni_runtime.link.answers import Answers
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters
 from dni_runtime.link.receiver import Receiver
+from dni_runtime.link.sender import Sender
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Buffer, Kind, Limits, decode
 
@@ -48,7 +50,7 @@ class Upstream:
         """Come back, by a new handshake."""
         self.there = True
         self.receiver.session = session
-        self.receiver.counters.handshakes += 1
+        self.receiver.number += 1
         self.answers.repeat()
         self.answers.send_due()
 
@@ -128,6 +130,43 @@ def test_a_new_connection_gets_again_what_the_old_one_may_have_lost(make: Make) 
     upstream.got.clear()
     upstream.answers.repeat()
     assert upstream.got == [], "once for each handshake"
+
+
+def test_what_came_before_a_welcome_comes_again_on_the_same_connection(
+    make_spec: Callable[..., WorkerSpec],
+) -> None:
+    """An output end whose messages were not read for long believes that its connection is gone."""
+    spec, up = make_spec("tail"), list[list[Buffer]]()
+    contract = LinkContract.of(spec, spec.sources[0])
+    receiver = Receiver(contract, run="run", received=0, counters=LinkCounters())
+    sender = Sender(contract, run="run", window=2, next_id=1, counters=LinkCounters(), cut=0)
+    answers = Answers(receiver, resend=1, send=lambda frames: up.append(frames) is None)
+
+    def greet() -> None:
+        receiver.handle(b"peer", sender.hello())
+        sender.handle(receiver.replies.popleft()[1])
+        answers.repeat()
+        assert sender.connected
+
+    greet()
+    sender.lose()  # it could not send: nothing was read
+    answers.drained(3)
+    with pytest.raises(WireError, match="DRAINED before WELCOME"):
+        sender.handle(up.pop())
+    greet()
+    sender.handle(up.pop())
+    assert (sender.drained, receiver.counters.handshakes) == (3, 1)
+
+
+def test_announcements_that_cannot_be_sent_push_no_request_out(make: Make) -> None:
+    upstream = make(0)
+    upstream.there = False
+    upstream.answers.request("checkpoint")
+    for id in range(1, 100):
+        upstream.answers.drained(id)
+    upstream.there = True
+    upstream.answers.send_due()
+    assert upstream.got == [("REQUEST", 0), ("DRAINED", 99)]
 
 
 def test_another_process_waits_for_no_gradient_of_the_former_one(make: Make) -> None:
