@@ -84,7 +84,9 @@ def _resolve(chain: ChainSpec, inferred: Sequence[ModuleOutputs], info: DataInfo
             )
             resolved = find_interface(choice, at)
             if index in unmoved and choice.name not in ("none", "local"):
-                resolved = find_interface(Choice(name="none"), at)  # no gradient has a reader
+                # No gradient has a reader, but batches are cut for all modules.
+                parts = {"micro_batches": resolved.needs.micro_batches}
+                resolved = find_interface(Choice(name="none", args=parts), at)
             interface = resolved.choice
             if resolved.timing is Timing.DEFERRED and resolved.needs.max_late is None:
                 optimizer = LATE_OPTIMIZER

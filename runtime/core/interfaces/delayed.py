@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
 from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Keep, Needs, Timing
@@ -12,8 +10,8 @@ from dni_runtime.spec.named import Frozen
 MICRO_BATCHES = Field(default=1, ge=1, le=4096)
 
 
-class ExactOptions(Frozen):
-    """Options of the exact interface."""
+class PartsOptions(Frozen):
+    """Options of the exact interface, and of none: how batches are cut, for the whole chain."""
 
     # Parts of each training batch, in different modules at the same time; one update for all.
     micro_batches: int = MICRO_BATCHES
@@ -27,12 +25,12 @@ class Exact(GradientInterface):
     2019, sec. 3.2).
     """
 
-    Options = ExactOptions
+    Options = PartsOptions
 
     timing = Timing.DEFERRED
 
     @classmethod
-    def needs(cls, options: ExactOptions) -> Needs:
+    def needs(cls, options: PartsOptions) -> Needs:
         return Needs(1, micro_batches=options.micro_batches, max_late=0, labels=False)
 
 
@@ -91,8 +89,10 @@ class Untrained(GradientInterface):
     the data. True gradients for a module upstream pass through it.
     """
 
+    Options = PartsOptions
+
     timing = Timing.NEVER
 
     @classmethod
-    def needs(cls, options: Any) -> Needs:
-        return Needs(0, labels=False)
+    def needs(cls, options: PartsOptions) -> Needs:
+        return Needs(0, micro_batches=options.micro_batches, labels=False)

@@ -151,6 +151,12 @@ def test_a_frozen_extractor_may_be_without_a_gradient(interface: str) -> None:
     assert chain.train_batch(*batches(1)[0]) > 0
 
 
+def test_batches_are_cut_for_frozen_modules_too() -> None:
+    """Though no gradient goes there, and it alone says so: its buffers follow each part."""
+    more = ", freeze: true, interface: {exact: {micro_batches: 2}}"
+    train_both(chain_of("delayed", own("Centred", "features: 12"), more=more), parts=2)
+
+
 @pytest.mark.parametrize("interface", ["exact", "{delayed: {max_late: 1}}", "mixed"])
 def test_a_gradient_that_is_missing_for_a_batch_is_zero(interface: str) -> None:
     """The chain goes on; ``validate`` could not see it."""
