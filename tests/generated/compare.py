@@ -62,6 +62,7 @@ REASONS: dict[str, set[str]] = {
     "can be cut in 0 places": set(),
     "tied weights of types float32, float64 pass": {"doubled"},
     "tied weights of types complex64, float32 pass": {"spectrum"},
+    "tied weights of types bfloat16, float32 pass": {"halved"},
 }
 """Why a case may be refused, and the elements (one of them) that are refused so."""
 
@@ -151,7 +152,9 @@ def _compared(case: Case, name: str, folder: Path) -> Outcome:
         found, layout = trained_chain(case, nets, chain.prepared, folder)
     except DniError as error:
         text = str(error).replace(str(folder), "")
-        if re.search("in.?place", text) and _torch_refuses(case, name, folder):
+        if re.search("in.?place", text) and (
+            _torch_refuses(case, name, folder) or _torch_refuses_a_module(case, name, folder)
+        ):
             text = f"by torch: {text}"
         return Outcome(case, "refused", text, trace=_trace())
     except Exception as error:
@@ -177,6 +180,31 @@ def _torch_refuses(case: Case, name: str, folder: Path) -> bool:
         trained_plainly(
             case, written(case, name, folder), Layout({}, [torch.get_rng_state()] * 9, ())
         )
+    except RuntimeError:
+        return True
+    return False
+
+
+def _torch_refuses_a_module(case: Case, name: str, folder: Path) -> bool:
+    """Whether plain torch refuses the gradient of some module's output, which may never be taken.
+
+    What comes after it may send no gradient back.
+    """
+    nets = written(case, name, folder)
+    net, total = plain_network(case, nets), [torch.zeros(())]
+    ends = net.children() if case.way == "modules" else map(net.get_submodule, case.at or ())
+
+    def add(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
+        total.append(output.sum())
+
+    for module in ends:
+        module.register_forward_hook(add)
+    x, _ = batches_of(case, nets, drop_last=False)[0]
+    net(x.clone())
+    whole = torch.stack(total).sum()
+    try:
+        if whole.requires_grad:
+            whole.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
     except RuntimeError:
         return True
     return False
