@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -21,6 +23,7 @@ from dni_runtime import Run
 from dni_runtime.run.documents.state import process_birth
 from tests.conftest import eventually
 from tests.e2e.conftest import CHAIN, MODULES, Site, missing
+from tests.e2e.pages import DOCS, python, shell, write_files
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -263,7 +266,32 @@ def test_modules_end_with_the_service(served: Served) -> None:
     os.kill(served.json("serve", "--status")["pid"], signal.SIGKILL)
     eventually("no worker is left", lambda: not any(map(process_birth, pids.values())), 40)
     assert "killed" in served.run("serve", "--status", "--name", NAME).stdout
-    served.serve("trained", "--backend", "process")  # its folder is free again
+    run = Run.open(served.folder / "runs" / "trained")
+    state = run.serve(port=0)  # its folder is free again
+    assert state.alive
+    served.url = state.url or ""
+    served.ask(torch.randn(2, 64))
+
+
+def test_the_page(site: Site) -> None:
+    """Its commands and its client, as printed; on a port that is free."""
+    text = (DOCS / "serving.md").read_text()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    write_files(text.replace("8123", port), site.folder)
+    (request,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    (site.folder / "request.json").write_text(request)
+    site.write(1)
+    commands = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)[0].replace("8123", port)
+    train, serve, ask, update, stop = commands.splitlines()
+    shell(f"{train.replace('up ', 'up --backend process ')}\n{serve}", site.folder)
+    try:
+        (output,) = json.loads(shell(ask, site.folder))["outputs"]
+        assert output["shape"] == [1, 10]
+        shell(update, site.folder)
+        assert re.fullmatch(r"\[\d \d\]\n", python("ask.py", site.folder))
+    finally:
+        shell(stop, site.folder)
 
 
 def test_sure_samples_leave_early(served: Served) -> None:
