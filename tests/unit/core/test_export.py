@@ -130,7 +130,8 @@ def written(path: Path, *layers: Any, name: str = "a", data: tuple[int, ...] = (
     """A file as somebody else may have made it."""
     modules = [{"name": name, "inputs": (), "data": data, "layers": layers}]
     sample = {"shape": [4], "dtype": "float32"}
-    description = {"format": 1, "chain": "c", "input": sample, "modules": modules}
+    description = {"format": 1, "chain": "c", "inputs": [sample], "outputs": [sample]}
+    description["modules"] = modules
     save_file({"x": torch.zeros(1)}, path, {METADATA: json.dumps(description)})
     return path
 
