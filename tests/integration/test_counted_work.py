@@ -37,7 +37,7 @@ from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.server import ModuleServer
 from dni_runtime.worker.stream import Item, Position
-from tests.integration.serving import Listed, worker_of
+from tests.integration.served import Listed, worker_of
 from tests.specs import float32, int64, linear, specs_of
 
 SAMPLES, FEATURES, CUTS = 64, 256, 2

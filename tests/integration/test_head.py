@@ -19,7 +19,7 @@ from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.stream import Item, Position
 from tests.conftest import MakeSpec
-from tests.integration.serving import Listed
+from tests.integration.served import Listed
 
 X, Y = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
 RETAIN = 2

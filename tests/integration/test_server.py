@@ -30,7 +30,7 @@ from dni_runtime.worker.server import Stage
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item, Stream
 from tests.conftest import MakeSpec
-from tests.integration.serving import worker_of
+from tests.integration.served import worker_of
 from tests.lines import read_lines
 from tests.specs import linear
 
