@@ -13,7 +13,7 @@ from dni_runtime import Run
 from tests.e2e.conftest import missing
 from tests.e2e.pages import commands, section, shell, write_files
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 PAGE, HEADING = "goals.md", "A classifier of texts"
 KINDS = (["bad", "poor", "dull", "weak"], ["good", "great", "fine", "nice"])
