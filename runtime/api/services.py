@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
 import time
@@ -28,6 +30,12 @@ def order_of(folder: Path) -> Path:
     return folder / "order.json"
 
 
+def _is_callers(folder: Path) -> bool:
+    """Whether a folder is the caller's own, and no link."""
+    status = folder.lstat()
+    return status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
+
+
 def service_name(source: Path) -> str:
     """Return the default name of a service: that of the chain."""
     return read_header(source).chain if source.is_file() else Record.read(source).chain
@@ -50,8 +58,8 @@ def make_service(folder: Path, settings: Settings) -> None:
             f"service {folder.name!r} runs at {state.url}",
             hint="change what it serves with --update, end it with --stop, or use another --name",
         )
-    if state is None and folder.exists():
-        raise UsageError(f"{str(folder)!r} is no service", hint="use another --name")
+    if folder.exists() and (state is None or not _is_callers(folder)):
+        raise UsageError(f"{str(folder)!r} is no service of yours", hint="use another --name")
     settings.http.token()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     settings.write(folder / "settings.json")
@@ -94,7 +102,8 @@ def find_service(name: str | None, runs: Path) -> ServiceState:
         if state is None:
             raise UsageError(f"there is no service {name!r} in {str(runs)!r}")
         return state
-    states = [ServiceState.peek(path) for path in sorted(runs.glob("*/service.json"))]
+    paths = [path for path in sorted(runs.glob("*/service.json")) if _is_callers(path.parent)]
+    states = [ServiceState.peek(path) for path in paths]
     active = [state for state in states if state is not None and state.alive]
     if len(active) != 1:
         names = ", ".join(state.name for state in active)

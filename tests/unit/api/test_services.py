@@ -1,0 +1,59 @@
+"""Where services are made, and which one is meant."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.api.services import find_service, make_service
+from dni_runtime.errors import UsageError
+from dni_runtime.run.documents.state import process_birth
+from dni_runtime.serving.documents import ServiceState, Settings
+from dni_runtime.serving.settings import Settings as HttpSettings
+
+SETTINGS = Settings(source=Path("run"), http=HttpSettings())
+
+
+def service(folder: Path, *, runs: bool) -> Path:
+    folder.mkdir()
+    state = ServiceState(
+        name=folder.name,
+        phase="running" if runs else "ended",
+        pid=os.getpid(),
+        born=process_birth(os.getpid()),
+        host=socket.gethostname(),
+    )
+    state.write(folder / "service.json")
+    return folder
+
+
+def test_only_a_folder_of_an_own_service_that_has_ended_is_used(tmp_path: Path) -> None:
+    make_service(service(tmp_path / "ended", runs=False), SETTINGS)
+    make_service(tmp_path / "new", SETTINGS)
+    (tmp_path / "link").symlink_to(tmp_path / "ended")
+    (tmp_path / "other").mkdir()
+    for name in ("link", "other"):
+        with pytest.raises(UsageError, match="is no service of yours"):
+            make_service(tmp_path / name, SETTINGS)
+    with pytest.raises(UsageError, match="runs at"):
+        make_service(service(tmp_path / "running", runs=True), SETTINGS)
+    open_to_all = SETTINGS.model_copy(update={"http": HttpSettings(host="0.0.0.0")})
+    with pytest.raises(UsageError, match="without a token"):
+        make_service(tmp_path / "open", open_to_all)
+    assert not (tmp_path / "open").exists()
+
+
+def test_the_only_one_that_runs_is_meant(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no service runs"):
+        find_service(None, tmp_path)
+    service(tmp_path / "ended", runs=False)
+    service(tmp_path / "running", runs=True)
+    assert find_service(None, tmp_path).name == "running"
+    assert find_service("ended", tmp_path).name == "ended"
+    service(tmp_path / "another", runs=True)
+    with pytest.raises(UsageError, match="several services run") as caught:
+        find_service(None, tmp_path)
+    assert "another, running" in str(caught.value)
