@@ -55,6 +55,8 @@ class Service:
                 self._write(phase="failed", error=str(error))
                 raise
             finally:
+                if self._server is not None:  # else its thread would outlive a failure
+                    self._server.stop(1)
                 for deployment in self._deployments.values():
                     deployment.stop()
                     deployment.note(state="stopped", share=0.0)

@@ -273,6 +273,19 @@ def test_modules_end_with_the_service(served: Served) -> None:
     served.ask(torch.randn(2, 64))
 
 
+def test_a_service_whose_first_version_does_not_answer_ends(site: Site) -> None:
+    served = Served(site.folder)
+    served.train()
+    source = str(site.folder / "runs" / "trained")
+    settings = {"source": source, "ready_s": 0.1, "http": {"name": NAME, "port": 0}}
+    folder = site.folder / "runs" / NAME
+    folder.mkdir(mode=0o700)
+    (folder / "settings.json").write_text(json.dumps(settings))
+    ended = served.run("service", str(folder), expect=70, timeout_s=60)
+    assert "version 1 of 'digits' failed: no answer in 0.1 s" in ended.stderr
+    assert served.json("serve", "--status", "--name", NAME)["phase"] == "failed"
+
+
 def test_the_page(site: Site) -> None:
     """Its commands and its client, as printed; on a port that is free."""
     text = (DOCS / "serving.md").read_text()
