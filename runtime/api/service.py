@@ -28,6 +28,7 @@ class Service:
         self._signals: list[int] = []
         self._deployments: dict[str, Deployment] = {}
         self._gone: tuple[Version, ...] = ()
+        self._former: Version | None = None  # the default before this one
         former = ServiceState.peek(state_of(folder))
         self._number = 0 if former is None else max(map(_number, former.versions), default=0)
         self._server: Server | None = None
@@ -104,10 +105,9 @@ class Service:
         elif order.what == "promote":
             raise UsageError("there is no canary", hint="start one: --update NEW --canary 10")
         else:
-            former = next((one for one in reversed(self._gone) if one.state == "stopped"), None)
-            if former is None:
+            if self._former is None:
                 raise UsageError("there is no version before this one")
-            changes = {"source": former.source, "cut": former.cut}
+            changes = {"source": self._former.source, "cut": self._former.cut}
             self._update(order.model_copy(update=changes))
 
     @property
@@ -161,7 +161,10 @@ class Service:
 
     def _prefer(self, winner: Deployment) -> None:
         """Give all requests to a version; the others answer what they have, and end."""
-        for other in self._of("ready"):
+        default, *_ = ready = self._of("ready")
+        if default is not winner:
+            self._former = default.version
+        for other in ready:
             if other is not winner:
                 other.note(state="draining", share=0.0)
                 other.until_s = time.monotonic() + self._settings.drain_s
@@ -183,23 +186,29 @@ class Service:
         assert self._server is not None
         name = deployment.version.name
         del self._deployments[name]
-        state = "failed" if error else "stopped"
-        deployment.note(state=state, error=error, share=0.0)
-        self._gone = (*self._gone, deployment.version)
+        deployment.note(state="failed" if error else "stopped", error=error, share=0.0)
         if error and not self._of("ready"):
+            self._gone = (*self._gone, deployment.version)
             deployment.stop()
             raise WorkerError(f"version {name} of {self._folder.name!r} failed: {error}")
         if error and deployment.order is not None:
             self._answer(deployment.order, f"version {name} failed: {error}")
         if self._of("ready"):
             self._share(0.0)
-        self._server.remove(name, _TICK_S)
+        if not self._server.remove(name, _TICK_S) and not error:
+            deployment.note(error=self._cut)
+        self._gone = (*self._gone, deployment.version)
         deployment.stop()
 
     def _drain(self) -> None:
         self._write(phase="draining")
-        if self._server is not None:
-            self._server.stop(self._settings.drain_s)
+        if self._server is not None and not self._server.stop(self._settings.drain_s):
+            self._write(error=self._cut)
+            self._told(f"{self._folder.name}: {self._cut}")
+
+    @property
+    def _cut(self) -> str:
+        return f"requests were cut off that had no answer after {self._settings.drain_s:g} s"
 
 
 def _number(version: Version) -> int:

@@ -134,7 +134,8 @@ def give_order(folder: Path, order: Order) -> ServiceState:
         state = ServiceState.peek(state_of(folder)) or state
         if state.order == order.id and (order.what != "stop" or not state.alive):
             if state.error is not None:
-                raise WorkerError(state.error, hint="what answered before still does")
+                hint = None if order.what == "stop" else "what answered before still does"
+                raise WorkerError(state.error, hint=hint)
             return state
         if not state.alive:
             raise WorkerError(f"service {folder.name!r} has ended: {state.error or 'killed'}")

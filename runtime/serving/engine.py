@@ -61,8 +61,6 @@ class InProcess:
         network: Takes the signature's inputs as arguments, and returns a tensor or several.
         signature: What it takes and returns.
         device: Where it is computed.
-        waiting: How many batches may wait while one is computed. With 0, what has come while a
-            batch was computed is the next one.
     """
 
     def __init__(
@@ -71,13 +69,11 @@ class InProcess:
         signature: Signature,
         *,
         device: torch.device | str = "cpu",
-        waiting: int = 0,
     ) -> None:
         self.signature = signature
         self.answered: Callable[[Answer], None] = lambda answer: None
         self._device = torch.device(device)
         self._network = network.eval().to(self._device)
-        self._most = 1 + waiting
         # Each is counted by one thread only.
         self._submitted = self._computed = 0
         self._batches: queue.SimpleQueue[tuple[int, tuple[Tensor, ...]] | None]
@@ -87,7 +83,7 @@ class InProcess:
 
     def room(self) -> int:
         """Return how many more batches it takes now."""
-        return self._most - (self._submitted - self._computed)
+        return 1 - (self._submitted - self._computed)
 
     def submit(self, id: int, inputs: tuple[Tensor, ...], *, whole: bool = False) -> None:
         """Compute a batch; a network without exits computes all as a whole."""

@@ -28,15 +28,12 @@ from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Mode
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.farewell import POLL_MS
-from dni_runtime.worker.join import Join
 from dni_runtime.worker.links import Attempt, WorkerLinks
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.predictor import WHOLE
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.start import WorkerStart
-
-_ACK_EVERY, _ACK_S = 8, 0.1
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +69,6 @@ class Front:
         self._open = OpenBatches(exits, exit_wait_s)
         self._position = 0
         self._last = [0] * len(spec.sources)  # position of the last message of each link
-        self._acked = [*self._last]
-        self._ack_at_s = 0.0
         self._thread = threading.Thread(target=self._live, name="front", daemon=True)
         self._thread.start()
 
@@ -140,27 +135,11 @@ class Front:
                         self._answer(self._open.came(missed, number, None))
                     self._last[number] = item.id
                     self._answer(self._open.came(item.id, number, _part(item)))
+                    link.ack(item.id)
             now_s = time.monotonic()
             self._answer(self._open.late(now_s))
-            wait_s = min(self._open.wait_s(now_s), self._acknowledge(input, now_s))
             self._metrics.now("input" if self._open else "data")
-            poller.poll(int(min(POLL_MS, 1000 * wait_s)))
-
-    def _acknowledge(self, input: Join, now_s: float) -> float:
-        """Acknowledge answers, several at a time: each time wakes all modules.
-
-        Returns the seconds until it is due again.
-        """
-        pending = max(map(int.__sub__, self._last, self._acked))
-        if not pending:
-            return float("inf")
-        if pending < _ACK_EVERY and now_s < self._ack_at_s:
-            return self._ack_at_s - now_s
-        self._ack_at_s = now_s + _ACK_S
-        for link, last in zip(input.links, self._last, strict=True):
-            link.ack(last)
-        self._acked = [*self._last]
-        return float("inf")
+            poller.poll(int(min(POLL_MS, 1000 * self._open.wait_s(now_s))))
 
     def _send(self, output: Fanout, id: int, inputs: tuple[Tensor, ...], whole: bool) -> None:
         self._position += 1

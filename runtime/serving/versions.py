@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from time import monotonic
 from typing import NamedTuple
 
-from torch import Tensor
-
 from dni_runtime.errors import RequestError, UnavailableError, UsageError
 from dni_runtime.serving.engine import Answer, Engine
 from dni_runtime.serving.figures import VersionFigures
@@ -29,7 +27,6 @@ class Version:
         name: In paths and answers.
         engine: What computes.
         settings: How it is served.
-        sample: Inputs of one row for probes; by default zeros.
     """
 
     def __init__(
@@ -37,18 +34,17 @@ class Version:
         name: str,
         engine: Engine,
         settings: Settings,
-        *,
-        sample: tuple[Tensor, ...] | None = None,
     ) -> None:
         self.name = name
         self.engine = engine
         self.figures = VersionFigures()
         self._probe_s = settings.probe_s
-        self._sample = sample or engine.signature.zeros()
+        self._sample = engine.signature.zeros()
         self._queue = Queue(engine.signature, settings)
         self._loop = asyncio.get_running_loop()
         self._proved = -float("inf")  # when a batch had gone through the whole engine
         self._probe: Job | None = None
+        self._probe_error: Exception | None = None  # of the last one that has ended
         self._probing = self._loop.call_soon(self._probe_if_needed)
         self._next: asyncio.TimerHandle | None = None
         self._next_at = 0.0
@@ -64,7 +60,7 @@ class Version:
     def problem(self) -> str:
         """Why it is not ready."""
         text = f"no batch has gone through all modules in the last {self._probe_s:g} s"
-        error = self._probe.error if self._probe is not None else None
+        error = self._probe_error
         return text if error is None else f"{text}; the last probe failed: {error}"
 
     @property
@@ -160,8 +156,8 @@ class Version:
         self._probing = self._loop.call_later(self._probe_s / 3, self._probe_if_needed)
 
     def _probed(self) -> None:
-        failed = self._probe is not None and self._probe.error is not None
-        self._count_probe("failed" if failed else "answered")
+        self._probe_error = None if self._probe is None else self._probe.error
+        self._count_probe("answered" if self._probe_error is None else "failed")
 
     def _count_probe(self, result: str) -> None:
         self.figures.probes[result] = self.figures.probes.get(result, 0) + 1
@@ -216,13 +212,11 @@ class Versions:
         drawn = zlib.crc32(id.encode()) / 2**32
         return self._versions[table.canary] if drawn < table.share else version
 
-    def add(
-        self, name: str, engine: Engine, *, sample: tuple[Tensor, ...] | None = None
-    ) -> Version:
+    def add(self, name: str, engine: Engine) -> Version:
         """Add a version, which is asked by its name only, and begin to probe it."""
         if name in self._versions:
             raise UsageError(f"there is a version {name!r}", hint="give the new one another name")
-        version = Version(name, engine, self._settings, sample=sample)
+        version = Version(name, engine, self._settings)
         self._versions[name] = version
         self._table = self._table or _Table(name)
         return version

@@ -11,7 +11,8 @@ clients: the chain by four processes, ``--in-process``, uvicorn with nothing but
 peers in environments of their own. Two networks: one that takes microseconds, one of some 5 ms a
 batch. ``kills``: 64 clients ask all the time; every 10 s a module is killed (SIGKILL); a new
 version takes over, another one fails. ``leave``: four of five clients leave after 5 ms.
-``hostile``: requests that are wrong in all ways, beside 8 clients that are not.
+``hostile``: requests that are wrong in all ways, beside 8 clients that are not. It is one file
+because the four share a client, a chain and a way to serve it.
 """
 
 from __future__ import annotations

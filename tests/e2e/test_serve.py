@@ -251,6 +251,8 @@ def test_versions_change_without_a_lost_request(served: Served) -> None:
     served.run("serve", "--update", "model.safetensors")
     served.ask(torch.randn(1, 64))
     assert served.version == "4"
+    served.run("serve", "--update", "model.safetensors", "--canary", "10")
+    served.run("serve", "--rollback")  # drops it: it never was the one before
     served.run("serve", "--rollback")
     served.ask(torch.randn(1, 64))
     assert served.json("serve", "--status")["versions"][-1]["source"].endswith("/trained")
