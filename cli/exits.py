@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dnictl.options import (
+    OutputFile,
     chosen_run,
     json_option,
     print_json,
@@ -40,7 +41,7 @@ _SUMMARY = {
 @click.option("--exit-confidence", "confidence", type=click.FloatRange(0, 1), metavar="SHARE",
               help="Instead of that: the top probability at which samples leave.")  # fmt: skip
 @click.option("--retrain", is_flag=True, help="Fit new early heads to the finished modules.")
-@click.option("--figure", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.png",
+@click.option("--figure", type=OutputFile(), metavar="FILE.png",
               help="Draw how sure and how right the exits are.")  # fmt: skip
 @click.option("--from", "wanted", metavar="CUT",
               help="Which checkpoint: its number, newest or best.")  # fmt: skip

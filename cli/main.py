@@ -19,6 +19,7 @@ import click
 
 from dni_runtime import __version__
 from dni_runtime.errors import CheckpointError, DniError, UnavailableError
+from dni_runtime.files import is_full
 from dni_runtime.garbage import collect_seldom, run_program
 from dnictl.show import printable
 
@@ -217,12 +218,10 @@ def _report_disk(error: OSError) -> int:
     """Report a file system that is full, away or read-only: that is not a bug."""
     name = error.filename2 or error.filename  # of a copy, the one that is written
     where = f" {str(name)!r}" if name else ""
+    hint = "make room" if is_full(error) else "check who may read and write it"
+    text = f"dnictl: error: the file system failed{where}: {error.strerror}\n  → {hint}"
     with contextlib.suppress(OSError, ValueError):
-        click.echo(
-            f"dnictl: error: the file system failed{where}: {error.strerror}\n  → make room, "
-            "or check that it can be read and written, then try again",
-            err=True,
-        )
+        click.echo(f"{text}, then try again", err=True)
         sys.stdout.close()  # or Python prints the rest at exit
     return CheckpointError.exit_code
 

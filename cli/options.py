@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
-from dni_runtime.errors import DataError
+from dni_runtime.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from dni_runtime.api.planning import PlannedRun
@@ -21,6 +21,22 @@ if TYPE_CHECKING:
     from dni_runtime.spec.profile import ProfileSpec
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class OutputFile(click.Path):
+    """A file to write, whose folder is checked before anything is computed."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        folder = Path(os.fsdecode(path)).parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            here = "is not writable" if folder.is_dir() else "is no folder"
+            raise UsageError(f"{os.fsdecode(path)!r} cannot be written: {str(folder)!r} {here}")
+        return path
+
 
 BackendChoice = Literal["auto", "process", "apptainer"]
 """Backends that a user can name."""

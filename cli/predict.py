@@ -9,6 +9,7 @@ import click
 
 from dni_runtime.errors import UsageError
 from dnictl.options import (
+    OutputFile,
     chosen_run,
     complete_runs,
     json_option,
@@ -33,10 +34,10 @@ _MOST_CLASSES = 1000  # of a confusion matrix in JSON
     help="Other data: a data set's name, a path, or keys of the chain's 'data' (labels: none: "
     "it has none). Its evaluation samples are taken.",
 )  # fmt: skip
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.npz",
+@click.option("-o", "--output", type=OutputFile(), metavar="FILE.npz",
               help="Write arrays 'outputs' and 'labels' to this file.")  # fmt: skip
 @click.option("--metrics", metavar="NAMES", help="Instead of the chain's, as in the chain file.")
-@click.option("--confusion", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.png",
+@click.option("--confusion", type=OutputFile(), metavar="FILE.png",
               help="Draw the confusion matrix.")  # fmt: skip
 @click.option("--from", "wanted", metavar="CUT",
               help="Which checkpoint of a run: its number, newest or best.")  # fmt: skip

@@ -12,6 +12,7 @@ import click
 
 from dni_runtime.errors import StoppedError, UsageError, WorkerError
 from dnictl.options import (
+    OutputFile,
     chosen_run,
     json_option,
     print_json,
@@ -152,7 +153,7 @@ def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
 @run_argument
 @runs_option
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True,
+    "-o", "--output", type=OutputFile(), required=True,
     help="The file: .safetensors (weights and layers), .pt2 (a torch.export program) or .onnx.",
 )  # fmt: skip
 @click.option(

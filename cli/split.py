@@ -9,6 +9,7 @@ import click
 
 from dni_runtime.errors import SpecError, UsageError
 from dnictl.options import (
+    OutputFile,
     chosen_run,
     complete_runs,
     json_option,
@@ -70,7 +71,7 @@ def _names(text: str | None) -> tuple[str, ...]:
 @click.option("--interface", metavar="YAML", help="Gradient interface of all modules.")
 @click.option("--settings", type=click.Path(path_type=Path, exists=True), metavar="FILE",
               help="Chain file whose settings are taken where none are given here.")  # fmt: skip
-@click.option("--output", "-o", type=click.Path(path_type=Path), default=Path("chain.yaml"),
+@click.option("--output", "-o", type=OutputFile(), default=Path("chain.yaml"),
               show_default=True, metavar="PATH", help="The chain file.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace any chain file.")
 @json_option
@@ -128,7 +129,7 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
 @balance_option
 @links_option
 @click.option("--apply", "apply_it", is_flag=True, help="Write better cuts to the chain file.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), metavar="PATH",
+@click.option("--output", "-o", type=OutputFile(), metavar="PATH",
               help="Write them to this file beside it.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace any chain file.")
 @trust_option

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import warnings
 from collections import Counter, OrderedDict
@@ -170,9 +171,12 @@ def export_model(
 
 def _onnx(program: torch.export.ExportedProgram) -> bytes:
     """Return a program in the ONNX format, weights included; the batch may have any size."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            log.setLevel(logging.ERROR)  # it warns that torchvision is not installed
             result = torch.onnx.export(program, dynamo=True, verbose=False)
         data: bytes = result.model_proto.SerializeToString()  # type: ignore[union-attr]
     except Exception as error:
@@ -180,6 +184,8 @@ def _onnx(program: torch.export.ExportedProgram) -> bytes:
             f"ONNX cannot express this network: {str(error).splitlines()[0]}",
             hint="export to .pt2 or .safetensors instead",
         ) from error
+    finally:
+        log.setLevel(level)
     return data
 
 

@@ -60,7 +60,7 @@ def test_a_full_disk_is_no_bug(tmp_path: Path) -> None:
             stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
         )  # fmt: skip
     assert done.returncode == 74
-    assert "the file system failed: No space left on device" in done.stderr
+    assert "the file system failed: No space left on device\n  → make room" in done.stderr
     assert "bug" not in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -127,6 +127,18 @@ WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
         ("epochs: 2", "epoch: 2"), ("up", "--runs", "chain.yaml/runs"), 64,
         ["'chain.yaml/runs' cannot be created", "chain.yaml' is not writable"],
     ),
+    "an export to no folder": (
+        None, ("export", "-o", "none/m.onnx"), 64, ["cannot be written: 'none' is no"],
+    ),
+    "predictions to no folder": (
+        None, ("predict", "-o", "none/p.npz"), 64, ["cannot be written: 'none' is no"],
+    ),
+    "a figure in no folder": (
+        None, ("predict", "--confusion", "none/c.png"), 64, ["'none' is no folder"],
+    ),
+    "a chain file in no folder": (
+        None, ("split", "nets:build", "-o", "none/c.yaml"), 64, ["'none' is no folder"],
+    ),
     "no such module": (
         None, ("run", "tip", "--run-dir", "r"), 64, ["no module 'tip'", "modules: bottom, top"],
     ),

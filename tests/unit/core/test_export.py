@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,8 @@ def test_tied_weights_come_back(tmp_path: Path, ending: str) -> None:
 
 
 @pytest.mark.parametrize("text", [AVERAGED, CHAIN], ids=["floats", "indices"])
-def test_onnx(tmp_path: Path, text: str) -> None:
-    """It computes the same, for batches of any size."""
+def test_onnx(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It computes the same, for batches of any size; torch tells nothing beside it."""
     floats = text == AVERAGED
     sample = float32(4)
     label = int64()
@@ -116,7 +117,11 @@ def test_onnx(tmp_path: Path, text: str) -> None:
     workers = specs_of(text, info)
     chain = LocalChain(workers)
     output = tmp_path / "net.onnx"
+    log = logging.getLogger("torch.onnx")  # which has handlers of its own
+    log.addHandler(caplog.handler)
     export_model(workers, saved(chain, tmp_path), output)
+    log.removeHandler(caplog.handler)
+    assert [one.getMessage() for one in caplog.records if one.levelno > logging.INFO] == []
     model = onnx.load(output)
     onnx.checker.check_model(model)
     (name,) = (one.name for one in model.graph.input)
