@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from dni_runtime.errors import SpecError
 from dni_runtime.network.program import Section
 from dni_runtime.network.recording import under
-from dni_runtime.network.source import NetworkSpec, build_network, without_memory
+from dni_runtime.network.source import NetworkSpec, network_for
 from dni_runtime.network.trace import Trace, changed, symbol
 from dni_runtime.network.tracing import trace
 from dni_runtime.spec.load import explain_details
@@ -142,17 +142,16 @@ class Piece(nn.Module):
         needed = names.union(*(program.aliases[name] for name in names))
         needed -= set().union(*(tied[name] for name in borrows))
         needed.update(name for name, at in program.unused.items() if begin < at <= end)
-        memory = torch.empty(0).device.type != "meta"
-        whole = build_network(spec) if memory else without_memory(lambda: build_network(spec))
+        whole = network_for(spec, needed.union(*(tied[name] for name in borrows)))
         self.borrowed = {name: BorrowedParameter(_tensor(whole, name)) for name in borrows}
         self._places = sorted((place, name) for name, place in borrows.items())
         self.network = _pruned(whole, needed)  # without what other pieces have
         self._lends = {name: sorted(tied[name] & names)[0] for name in lends}
         self._rows = rows
         self._constants = nn.Module()
-        known = {other: tensor for name, tensor in self.borrowed.items() for other in tied[name]}
+        others = {other: tensor for name, tensor in self.borrowed.items() for other in tied[name]}
         self._train, self._eval = (
-            Operations(trace, section, self.network, self._constants, known)
+            Operations(trace, section, self.network, self._constants, others)
             for trace, section in sections.items()
         )
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -168,6 +171,63 @@ def without_memory(build: Callable[[], _Built]) -> _Built:
         except SpecError:
             with torch.device("cpu"):
                 return build().to("meta")
+
+
+_Key = tuple[str, Callable[..., Any], torch.device]  # the network as text, its function, where
+_kept: ContextVar[dict[_Key, nn.Module] | None] = ContextVar("_kept", default=None)
+_on_meta: dict[_Key, nn.Module] = {}
+_MOST = 4
+
+
+@contextlib.contextmanager
+def built_once() -> Iterator[None]:
+    """Let :func:`network_for` call the user's function once in this context."""
+    token = _kept.set({} if (kept := _kept.get()) is None else kept)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def network_for(spec: NetworkSpec, needed: Container[str]) -> nn.Module:
+    """Return the network as the user's function gives it, on torch's default device.
+
+    Within :func:`built_once`, and on the meta device, it is a copy of the first one, which may lack
+    tensors that are not ``needed``.
+    """
+    build, kept = partial(build_network, spec), _kept.get()
+    function, device = find_attribute(spec.target, "network", ()), torch.empty(0).device
+    key = spec.model_dump_json(by_alias=True), function, device
+    first = (kept or {}).get((*key[:2], torch.device("cpu")))
+    if device.type == "meta":
+        build, kept = partial(without_memory, build), _on_meta
+        if len(_on_meta) > _MOST:
+            _on_meta.clear()
+    if kept is None:
+        return build()
+    try:
+        if key not in kept:
+            kept[key] = build() if first is None else _on_no_device(first)
+        tensors = list(_tensors(kept[key]))
+        wanted = {id(tensor) for name, tensor in tensors if name in needed}
+        missing = {id(tensor): None for _, tensor in tensors if id(tensor) not in wanted}
+        return copy.deepcopy(kept[key], missing)
+    except SpecError:
+        raise
+    except Exception:  # it holds what cannot be copied
+        return build()
+
+
+def _on_no_device(network: nn.Module) -> nn.Module:
+    moved = {id(tensor): tensor.detach().to("meta") for _, tensor in _tensors(network)}
+    for parameter in network.parameters():
+        moved[id(parameter)] = nn.Parameter(moved[id(parameter)], parameter.requires_grad)
+    return copy.deepcopy(network, moved)
+
+
+def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from network.named_parameters(remove_duplicate=False)
+    yield from network.named_buffers(remove_duplicate=False)
 
 
 _FRAME = r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)'

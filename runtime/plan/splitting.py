@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dni_runtime.core.forward import as_inputs
 from dni_runtime.data import describe, open_data, with_defaults
 from dni_runtime.errors import SpecError, UsageError
+from dni_runtime.network.source import built_once
 from dni_runtime.plan.prepare import CheckedChain, importing_from, prepare
 from dni_runtime.resolve.describe import with_frozen
 from dni_runtime.spec import Choice, DataSpec
@@ -79,7 +80,7 @@ def split_chain(
         loss=Choice.model_validate(settings.get("loss", "CrossEntropyLoss")),
         interfaces=() if chosen is None else (Choice.model_validate(chosen),),
     )
-    with importing_from(base):
+    with importing_from(base), built_once():
         info = describe(data, base)
         spec, network = network_of(target, info, args=args or {}, takes=takes, returns=returns)
         if info.names:
@@ -100,7 +101,7 @@ def split_chain(
         parts = take_apart(spec, network, info, request, first_batch(data, base))
         name = settings.get("name") or chain_name(target, network)
         file = write_chain(path, name, spec, network, parts, settings, own)
-    return SplitChain(prepare(path), Parts(parts), file)
+        return SplitChain(prepare(path), Parts(parts), file)
 
 
 def first_batch(data: DataSpec, base: Path) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ from dni_runtime.core.losses import ChainLoss
 from dni_runtime.data import Batch, open_data
 from dni_runtime.data.splits import Halves, MemorySplit, Split
 from dni_runtime.errors import DataError, DniError, SpecError
-from dni_runtime.network.source import first_line, guilty_line
+from dni_runtime.network.source import built_once, first_line, guilty_line
 from dni_runtime.resolve.resolve import parameter_counts
 from dni_runtime.spec import ChainSpec, DataSpec, WorkerSpec
 
@@ -136,7 +136,8 @@ def _run(
     assert train is not None  # the data fill a batch
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a batch that is not the training's
-        chain = LocalChain([worker.model_copy(update=_ALONE) for worker in workers])
+        with built_once():
+            chain = LocalChain([worker.model_copy(update=_ALONE) for worker in workers])
         try:
             loss = chain.train_batch(*train)
             if evaluated is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dni_runtime.errors import SpecError
 from dni_runtime.network.piece import Piece
-from dni_runtime.network.source import WRAPPED, NetworkSpec, NetworkWrapper
+from dni_runtime.network.source import WRAPPED, NetworkSpec, NetworkWrapper, built_once
 from dni_runtime.split.part import NetworkPart
 
 _STEPS = 2
@@ -43,7 +43,8 @@ def check_parts(
     The network's tensors stay what they are.
     """
     torch.manual_seed(_STEPS)  # a worker builds the network by itself, and loads its tensors
-    pieces = {part.name: _piece(spec, network, part) for part in parts}
+    with built_once():
+        pieces = {part.name: _piece(spec, network, part) for part in parts}
     expected = set(network.state_dict())
     names = set[str]().union(*(piece.state_dict() for piece in pieces.values()))
     names = {name.removeprefix(WRAPPED) for name in names}

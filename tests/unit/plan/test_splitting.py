@@ -20,7 +20,7 @@ from dni_runtime.core.chain import inputs_of
 from dni_runtime.core.export import connect
 from dni_runtime.core.layers import build_module
 from dni_runtime.errors import DataError, DniError, SpecError, UsageError
-from dni_runtime.plan.prepare import importing_from
+from dni_runtime.plan.prepare import importing_from, prepare
 from dni_runtime.plan.splitting import SplitChain, split_chain
 from dnictl.main import cli
 
@@ -285,3 +285,38 @@ def test_settings_of_modules_go_to_as_many_parts(folder: Path) -> None:
     assert (taken.prepared.chain.epochs, found["image"]) == (3, image)
     with pytest.raises(UsageError, match="the 2 modules of the settings have their own 'device'"):
         split_chain("words:Model", Path("chain.yaml"), settings, modules=3)
+
+
+COUNTED = """
+import threading
+from pathlib import Path
+
+import words
+
+
+def build(locked=False):
+    with Path("calls").open("a") as file:
+        file.write("+")
+    network = words.Model()
+    if locked:
+        network.lock = threading.Lock()
+    return network
+"""
+
+
+@pytest.mark.parametrize(("locked", "most"), [(False, 3), (True, 100)], ids=["plain", "no copies"])
+def test_how_often_the_network_is_built(folder: Path, *, locked: bool, most: int) -> None:
+    """By the function itself, by tracing, and for all parts, checks and tries; not for each."""
+    Path("counted.py").write_text(COUNTED)
+    calls = Path("calls")
+    try:
+        taken = split_chain(
+            "counted:build", Path("chain.yaml"), SETTINGS, modules=4, args={"locked": locked}
+        )
+        assert len(taken.parts) == 4
+        assert len(calls.read_text()) <= most
+        calls.unlink()
+        prepare(Path("chain.yaml"))  # which is traced already
+        assert locked or len(calls.read_text()) == 1
+    finally:
+        sys.modules.pop("counted", None)
