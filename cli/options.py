@@ -182,6 +182,15 @@ def trusted() -> bool:
     return _TRUST in click.get_current_context().meta
 
 
+def counts_of(changes: Sequence[str]) -> dict[str, int]:
+    """Return the numbers in texts ``MODULE=N``."""
+    pairs = [change.partition("=") for change in changes]
+    for change, (name, _, count) in zip(changes, pairs, strict=True):
+        if not (name and count.isdecimal() and int(count)):
+            raise UsageError(f"{change!r} is not MODULE=N", hint="for example: middle=3")
+    return {name: int(count) for name, _, count in pairs}
+
+
 def chosen_run(name: str | None, runs: Path) -> Run:
     """Return the run of this name, trusted with --trust; by default the user's latest."""
     from dni_runtime.api.run import Run

@@ -14,6 +14,7 @@ from dni_runtime.errors import StoppedError, UsageError, WorkerError
 from dnictl.options import (
     OutputFile,
     chosen_run,
+    counts_of,
     json_option,
     print_json,
     run_argument,
@@ -131,18 +132,14 @@ def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
       dnictl scale auto
     """
     auto = changes[0] == "auto"
-    pairs = [change.partition("=") for change in changes if "=" in change]
+    counts = counts_of([change for change in changes if "=" in change])
     names = [change for change in changes[auto:] if "=" not in change]
-    wrong = [f"{name}={count}" for name, _, count in pairs if not (name and count.isdecimal())]
-    if wrong or bool(pairs) == auto or len(names) > 1:
+    if bool(counts) == auto or len(names) > 1:
         raise UsageError(
-            f"{wrong[0]!r} is not MODULE=N"
-            if wrong
-            else f"{' '.join(changes)!r}: give MODULE=N or 'auto', and at most one run",
+            f"{' '.join(changes)!r}: give MODULE=N or 'auto', and at most one run",
             hint="for example: dnictl scale middle=3, or: dnictl scale auto",
         )
     its = chosen_run(names[0] if names else None, runs)
-    counts = {name: int(count) for name, _, count in pairs}
     replicas = its.scale(its.balancing_replicas() if auto else counts, balanced=auto)
     listed = ", ".join(f"{name}: {count}" for name, count in replicas.items())
     line = f"{its.name}: replicas wanted: {listed}"

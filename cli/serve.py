@@ -13,6 +13,7 @@ from dnictl.options import (
     backend_option,
     chosen_run,
     complete_runs,
+    counts_of,
     detach_option,
     hosts_option,
     images_option,
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 @backend_option
 @images_option
 @hosts_option
+@click.option(
+    "--replicas", multiple=True, metavar="MODULE=N",
+    help="Workers of a module (default: as many as it had in the training); may be repeated.",
+)  # fmt: skip
 @click.option(
     "--from", "choice", metavar="CUT",
     help="Which checkpoint: its number, newest or best (default: as 'dnictl export').",
@@ -134,6 +139,7 @@ def serve(source: str | None, runs: Path, name: str | None, as_json: bool, **opt
         raise UsageError("--exit-accuracy and --exit-confidence exclude each other")
     if actions and not options["update"] and source is not None:
         raise UsageError(f"--{actions[0]} takes no run", hint="name the service with --name")
+    counts = counts_of(options["replicas"])
     path, cut = None, None
     if not actions or options["update"]:
         path, cut = _chosen(source, runs, options["choice"])
@@ -149,6 +155,8 @@ def serve(source: str | None, runs: Path, name: str | None, as_json: bool, **opt
         _show(state, as_json)
         return
     assert path is not None
+    if counts and (options["in_process"] or path.is_file()):
+        raise UsageError("one process has no replicas", hint="omit --replicas")
     folder = runs.absolute() / (name or service_name(path))
     settings = Settings(
         source=path,
@@ -157,6 +165,7 @@ def serve(source: str | None, runs: Path, name: str | None, as_json: bool, **opt
         backend=options["backend"],
         images=options["images"].absolute(),
         hosts=options["hosts"],
+        replicas=counts,
         trust=trusted(),
         exit_accuracy=options["exit_accuracy"],
         exit_confidence=options["exit_confidence"],

@@ -88,7 +88,7 @@ def deploy(
         with importing_from(trained.directory.sources):
             return Deployment(version, InProcess(trained.model(cut), signature))
     exits = _early_exits(trained, cut, settings)
-    prepared = serving_chain(trained.record, cut, exits)
+    prepared = serving_chain(trained.record, cut, exits, settings.replicas)
     root = folder / name
     start = StartSettings(root, settings.backend, settings.images)
     if settings.hosts is not None:
@@ -107,7 +107,7 @@ def deploy(
         prepared.front,
         launch.plan.front,
         signature,
-        depth=len(prepared.workers),
+        depth=len(prepared.replicas),
         exit_wait_s=settings.exit_wait_s,
     )
     version = version.model_copy(update={"run": root})

@@ -13,6 +13,7 @@ from dni_runtime.link import sockets
 from dni_runtime.link.contract import End, LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
 from dni_runtime.spec import EdgeSpec, WorkerSpec
+from dni_runtime.spec.edge import CHOSEN
 from dni_runtime.spec.worker import ADJACENT_FAILURES
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,9 @@ class LinkEnd:
         self._contract = LinkContract.of(spec, edge)
         self._neighbour = edge.source if end == "input" else edge.target
         self.carries = edge.carries  # whether the batch with an id comes this way
+        self.number = edge.number  # among the chain's links
         self.routed = bool(edge.route)  # some batches come another way
+        self.chosen = edge.route == CHOSEN  # which ones, their sender chooses
         self.counters = LinkCounters()
         self.refuse = Refusals(self.counters, str(self._contract), log)
         self._context = sockets.open_context()

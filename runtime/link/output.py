@@ -36,6 +36,7 @@ from dni_runtime.wire import (
 log = logging.getLogger(__name__)
 
 _GREET_S = 1.0
+_RESPONDS_S = 1.0
 _ASK_S = 5.0
 """Silence after which a neighbour is asked which messages it has received."""
 
@@ -104,6 +105,22 @@ class OutputLink(LinkEnd):
     def first(self) -> int:
         """The lowest id that can still be sent to a restarted neighbour."""
         return self._sender.window.first
+
+    @property
+    def last(self) -> int:
+        """The highest id that was sent."""
+        return self._sender.window.last
+
+    @property
+    def received(self) -> int:
+        """The highest id that the neighbour had when the link was opened."""
+        return self._sender.window.received
+
+    @property
+    def responds(self) -> bool:
+        """Whether it is connected, and not silent for long about what was sent."""
+        silent_s = time.monotonic() - self.heard_s if self.in_flight else 0.0
+        return self.connected and silent_s < _RESPONDS_S
 
     @property
     def address(self) -> str | None:
@@ -206,6 +223,8 @@ class OutputLink(LinkEnd):
             buffers=buffers,
             body=body_of(part, rows),
         )
+        if not self.in_flight:
+            self.heard_s = time.monotonic()  # nothing was to be heard
         self._sender.add(message, len(y))
         self._transmit()
 

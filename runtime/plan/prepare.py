@@ -72,7 +72,8 @@ class CheckedChain:
     @property
     def replicas(self) -> tuple[WorkerSpec, ...]:
         """The spec of each worker that a run has, head first: several for some modules."""
-        return workers_of(self.workers)
+        front = () if self.front is None else (self.front.of_module(),)
+        return workers_of((*front, *self.workers))[len(front) :]
 
     @property
     def names(self) -> list[str]:

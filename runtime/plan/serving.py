@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dni_runtime.core.layers import exported
+from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.plan.initial import stored_tensors, trained_weights
 from dni_runtime.plan.prepare import CheckedChain, Origin
 from dni_runtime.run.cuts import tensors_file
 from dni_runtime.run.record import Record
-from dni_runtime.spec import ChainSpec, DataInfo
+from dni_runtime.spec import ChainSpec, DataInfo, WorkerSpec
 from dni_runtime.spec.predicting import exit_name, predicting
-from dni_runtime.spec.replicas import replicas_of
+from dni_runtime.spec.replicas import modules_of, replicas_of, workers_of
 from dni_runtime.spec.worker import ExitRole
 
 _RESTART = {"policy": "on-failure", "limit": 1000, "backoff_max_s": 5.0, "on_stall": "restart"}
@@ -19,21 +20,31 @@ _RESTART = {"policy": "on-failure", "limit": 1000, "backoff_max_s": 5.0, "on_sta
 
 
 def serving_chain(
-    record: Record, cut: int, exits: Mapping[str, ExitRole] | None = None
+    record: Record,
+    cut: int,
+    exits: Mapping[str, ExitRole] | None = None,
+    replicas: Mapping[str, int] | None = None,
 ) -> CheckedChain:
     """Return a run's network, with the weights of a checkpoint, as a chain that only predicts.
 
-    ``exits`` are the early exits of modules, by name, whose heads the run has.
+    ``exits`` are the early exits of modules, by name, whose heads the run has. ``replicas`` are
+    numbers of workers, by module; by default as many as have trained, or one of each if these
+    cannot be served.
+
+    Raises:
+        UsageError: There are no such modules, or they cannot have replicas.
     """
     chain, workers = record.specs()
     head, tail = workers[0].head, workers[-1]
     assert head is not None
-    front, *modules = predicting(workers, exits)
-    sources, replicas = record.run.sources, replicas_of(record.modules)
+    served = _expanded(workers, exits, replicas)
+    modules = modules_of(served)[1:]
+    sources, trained = record.run.sources, replicas_of(record.modules)
+    chain = _served(chain, {module.module: module.replicas for module in modules})
     return CheckedChain(
         path=record.run.chain_file,
-        written=_served(chain),
-        chain=_served(chain),
+        written=chain,
+        chain=chain,
         info=DataInfo(
             sample=head.samples[0],
             further=head.samples[1:],
@@ -52,18 +63,43 @@ def serving_chain(
         },
         initial={
             worker.module: trained_weights(
-                worker, tensors_file(record.run.checkpoint(cut, replicas[worker.module][0]))
+                worker, tensors_file(record.run.checkpoint(cut, trained[worker.module][0]))
             )
             for worker in workers
         }
         | {exit_name(name): stored_tensors(record.run.exit_head(name)) for name in exits or {}},
-        front=front,
+        front=served[0],
         trained=Origin(record, cut),
     )
 
 
-def _served(chain: ChainSpec) -> ChainSpec:
-    modules = tuple(module.model_copy(update={"replicas": 1}) for module in chain.modules)
+def _expanded(
+    trained: Sequence[WorkerSpec],
+    exits: Mapping[str, ExitRole] | None,
+    replicas: Mapping[str, int] | None,
+) -> tuple[WorkerSpec, ...]:
+    """Return the specs of all workers, the front's first."""
+    if replicas:
+        names = [worker.module for worker in trained]
+        for name in replicas:
+            if name not in names:
+                hint = f"modules: {', '.join(names)}"
+                raise UsageError(f"there is no module {name!r} to have replicas", hint=hint)
+        try:
+            return workers_of(predicting(trained, exits, replicas))
+        except SpecError as error:
+            raise UsageError(error.message, hint=error.hint) from None
+    numbers = {one.module: one.elastic.get(one.module, one.replicas) for one in trained}
+    try:
+        return workers_of(predicting(trained, exits, numbers))
+    except SpecError:
+        return workers_of(predicting(trained, exits))
+
+
+def _served(chain: ChainSpec, replicas: Mapping[str, int]) -> ChainSpec:
+    modules = tuple(
+        module.model_copy(update={"replicas": replicas[module.name]}) for module in chain.modules
+    )
     return chain.model_copy(
         update={
             "modules": modules,

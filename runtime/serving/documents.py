@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from dni_runtime.run.documents.base import Document
 from dni_runtime.run.documents.state import process_birth
 from dni_runtime.serving.settings import Settings as HttpSettings
@@ -25,6 +27,8 @@ class Settings(Document):
     backend: Literal["auto", "process", "apptainer"] = "auto"
     images: Path = Path("images")
     hosts: str | None = None
+    # numbers of workers, by module; none: as many as have trained
+    replicas: dict[str, int] = Field(default_factory=dict)
     trust: bool = False
     exit_accuracy: float | None = None  # points of accuracy that early exits may lose
     exit_confidence: float | None = None  # top probability at which samples leave, instead

@@ -68,7 +68,8 @@ class Front:
         *exits, _ = (edge.source for edge in spec.sources)
         self._open = OpenBatches(exits, exit_wait_s)
         self._position = 0
-        self._last = [0] * len(spec.sources)  # position of the last message of each link
+        self._exits = [n for n, edge in enumerate(spec.sources) for _ in edge.links]  # of links
+        self._last = [0] * len(self._exits)  # position of the last message of each link
         self._thread = threading.Thread(target=self._live, name="front", daemon=True)
         self._thread.start()
 
@@ -129,11 +130,13 @@ class Front:
             output.receive()
             while self._waiting and output.room:
                 self._send(output, *self._waiting.popleft())
-            for number, link in enumerate(input.links):  # exits, then the chain's output
+            for index, link in enumerate(input.links):  # of exits, then of the chain's output
+                number = self._exits[index]
                 while (item := link.receive()) is not None:
-                    for missed in range(self._last[number] + 1, item.id):  # one MISSED for several
+                    # One MISSED stands for several; or another lane brings them.
+                    for missed in range(item.id if link.chosen else self._last[index] + 1, item.id):
                         self._answer(self._open.came(missed, number, None))
-                    self._last[number] = item.id
+                    self._last[index] = item.id
                     self._answer(self._open.came(item.id, number, _part(item)))
                     link.ack(item.id)
             now_s = time.monotonic()

@@ -22,6 +22,9 @@ NO_LABEL = TensorSpec(shape=(0,), dtype="float32")
 
 Route = tuple[tuple[int, int], ...]
 
+CHOSEN: Route = ((0, 0),)
+"""The route of a lane that gets those batches for which the sender chooses it."""
+
 
 def replica_of(id: int, replicas: int) -> int:
     """Return which replica gets the batch at this position of the stream, from 1.
@@ -42,7 +45,7 @@ class LaneSpec(Frozen):
     number: int  # among the links of all workers
     # It carries the batches that these replicas get, each as (replicas, replica): of one module, or
     # of both at its ends. Empty: all. An end whose number of replicas may change is added when
-    # that is known (``spec.replicas.with_replicas``).
+    # that is known (``spec.replicas.with_replicas``). ``CHOSEN``: no id says which.
     route: Route = ()
 
 
@@ -88,4 +91,6 @@ class EdgeSpec(Frozen):
 
     def carries(self, id: int) -> bool:
         """Whether the batch with this id comes this way; a marker comes on all."""
-        return all(replica_of(id, replicas) == replica for replicas, replica in self.route)
+        return self.route != CHOSEN and all(
+            replica_of(id, replicas) == replica for replicas, replica in self.route
+        )

@@ -30,16 +30,18 @@ LEAVES = TensorSpec(shape=(), dtype="uint8")
 
 
 def predicting(
-    modules: Sequence[WorkerSpec], exits: Mapping[str, ExitRole] | None = None
+    modules: Sequence[WorkerSpec],
+    exits: Mapping[str, ExitRole] | None = None,
+    replicas: Mapping[str, int] | None = None,
 ) -> tuple[WorkerSpec, ...]:
     """Return the modules' specs for a chain that only predicts, the front's before them.
 
     Activations travel as in training; labels and gradients do not. Images stay the same: their
     workers compare the hash by which the module was trained. ``exits`` are of modules by name: each
     has a link of its own to the front, which gets all samples' predictions there, and whether they
-    leave; the others go on.
+    leave; the others go on. ``replicas`` are numbers of workers, by module; of others there is one.
     """
-    exits = exits or {}
+    exits, replicas = exits or {}, replicas or {}
     head, tail = modules[0], modules[-1]
     if head.head is None or tail.tail is None:
         raise ValueError("these are not all modules of a chain")
@@ -93,7 +95,7 @@ def predicting(
                     "batch_limit": ROWS,
                     "max_late": None,
                     "backend": None,
-                    "replicas": 1,
+                    "replicas": replicas.get(module.module, 1),
                     "elastic": {},
                     "retain": 0,
                     "links": links,
@@ -105,6 +107,7 @@ def predicting(
         update={
             "module": FRONT,
             "layers": (),
+            "replicas": 1,
             "sources": (*early.values(), last),
             "targets": tuple(entries),
             "outputs": (),

@@ -5,6 +5,10 @@ goes the same way after any restart; every marker goes to all. A link between tw
 one *lane* for each pair of replicas. If both modules have the same number, there are lanes only
 between those of the same number, which are the ones that have batches in common.
 
+In a chain that only predicts, each batch goes to the replica with the fewest unanswered ones.
+Batches overtake each other there, but not those on one lane: behind, a worker has a lane downstream
+for each lane from upstream. Such *streams* cannot be joined.
+
 The number of an *elastic* module's replicas may change, but only when the whole chain starts
 (:func:`with_replicas`): while it trains the numbers are constants.
 """
@@ -12,10 +16,12 @@ The number of an *elastic* module's replicas may change, but only when the whole
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, product
 
-from dni_runtime.spec.edge import EdgeSpec, LaneSpec, Route
+from dni_runtime.errors import SpecError
+from dni_runtime.spec.edge import CHOSEN, EdgeSpec, LaneSpec, Route
 from dni_runtime.spec.named import module_of, number_of, takes_part, worker_name
+from dni_runtime.spec.predicting import FRONT
 from dni_runtime.spec.worker import WorkerSpec
 
 
@@ -45,15 +51,34 @@ def workers_of(modules: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
         module.module: (module.replicas, module.module in module.elastic) for module in modules
     }
     links = {edge.number: edge for module in modules for edge in module.sources}
-    numbers = count(max(links, default=0) + 1)
+    numbers, streams = count(max(links, default=0) + 1), _streams(modules)
     lanes = {
-        number: tuple(_lanes(edge, replicas, number, numbers)) for number, edge in links.items()
+        number: tuple(_lanes(edge, replicas, streams[edge.source], numbers))
+        for number, edge in links.items()
     }
     return tuple(
         worker
         for module in modules
         for worker in _workers(module, lanes, tuple(_peers(module, numbers)))
     )
+
+
+def _streams(modules: Sequence[WorkerSpec]) -> dict[str, int]:
+    """Return how many streams each worker of a module has: one, if it trains."""
+    streams, replicas = {FRONT: 1}, {module.module: module.replicas for module in modules}
+    for module in modules:
+        if module.trained is None or module.module == FRONT:
+            streams[module.module] = 1
+            continue
+        above = [streams[edge.source] * replicas[edge.source] for edge in module.sources]
+        streams[module.module] = max(above)
+        if len(above) > 1 and max(*above, module.replicas) > 1:
+            raise SpecError(
+                f"module {module.module!r} has {len(above)} inputs, of which batches must come in "
+                "one order; so neither it nor modules before it can be served by replicas",
+                hint="replicas are served of modules behind the last one with several inputs",
+            )
+    return streams
 
 
 def with_replicas(worker: WorkerSpec, counts: Mapping[str, int]) -> WorkerSpec:
@@ -96,26 +121,27 @@ def _carries(route: Route) -> bool:
 
 
 def _lanes(
-    edge: EdgeSpec, replicas: dict[str, tuple[int, bool]], number: int, numbers: Iterator[int]
+    edge: EdgeSpec, replicas: dict[str, tuple[int, bool]], streams: int, numbers: Iterator[int]
 ) -> Iterator[LaneSpec]:
     (above, elastic_above), (below, elastic_below) = replicas[edge.source], replicas[edge.target]
-    free = number
-    for upper in range(1, above + 1):
-        for lower in range(1, below + 1):
-            ends = [(above, upper, elastic_above), (below, lower, elastic_below)]
-            splits = [(count, it) for count, it, elastic in ends if count > 1 and not elastic]
-            route = tuple(dict.fromkeys(splits))
-            if _carries(route):
-                source, target = (
-                    worker_name(edge.source, upper, above),
-                    worker_name(edge.target, lower, below),
-                )
-                yield LaneSpec(source=source, target=target, number=free, route=route)
-                free = next(numbers)
+    free = edge.number
+    for _, upper, lower in product(range(streams), range(1, above + 1), range(1, below + 1)):
+        ends = [(above, upper, elastic_above), (below, lower, elastic_below)]
+        splits = [(count, it) for count, it, elastic in ends if count > 1 and not elastic]
+        route = CHOSEN if edge.predicts else tuple(dict.fromkeys(splits))
+        if _carries(route):
+            source, target = (
+                worker_name(edge.source, upper, above),
+                worker_name(edge.target, lower, below),
+            )
+            yield LaneSpec(source=source, target=target, number=free, route=route)
+            free = next(numbers)
 
 
 def _peers(module: WorkerSpec, numbers: Iterator[int]) -> Iterator[LaneSpec]:
     """Yield the lanes by which replicas share their weights: from each to the first."""
+    if module.trained is not None:
+        return
     names = [
         worker_name(module.module, index + 1, module.replicas) for index in range(module.replicas)
     ]

@@ -18,12 +18,14 @@ class Fanout:
     """All links to downstream of one worker.
 
     A batch goes to each module that takes the output: by the only link to it, or by the link to
-    that replica of it which gets the batch. Markers go by all. The gradient of a batch is the sum
+    that replica of it which gets the batch: as its id says, or, of lanes that are chosen, the one
+    with the fewest unanswered batches. Markers go by all. The gradient of a batch is the sum
     of the modules'; if one of them will send none, there is none.
     """
 
     def __init__(self, outputs: Sequence[Sequence[OutputLink]]) -> None:
         self.links = tuple(link for links in outputs for link in links)
+        self._outputs = tuple(outputs)
         self._teaching = [links for links in outputs if links[0].teaches]
         self._sums = GradientSum(len(self._teaching))
         self._drained = 0
@@ -42,8 +44,11 @@ class Fanout:
 
     @property
     def room(self) -> bool:
-        """Whether all windows have room for another batch or marker."""
-        return all(link.room for link in self.links)
+        """Whether there is room for another batch or marker wherever it goes."""
+        return all(
+            (any if links[0].chosen else all)(link.room for link in links)
+            for links in self._outputs
+        )
 
     def room_or_alone(self) -> bool:
         """Whether all windows of links that are not lost have room."""
@@ -56,8 +61,11 @@ class Fanout:
 
     @property
     def connected(self) -> bool:
-        """Whether all links are open."""
-        return all(link.connected for link in self.links)
+        """Whether a batch can go wherever it goes."""
+        return all(
+            (any if links[0].chosen else all)(link.connected for link in links)
+            for links in self._outputs
+        )
 
     @property
     def drained(self) -> int:
@@ -72,6 +80,15 @@ class Fanout:
     def first(self) -> int:
         """The lowest id that can still be sent to a restarted neighbour."""
         return min(link.first for link in self.links)
+
+    def unanswered(self, after: int) -> int:
+        """Return the lowest id that may have to be sent again; ``after`` is behind all.
+
+        A replica that does not respond while others do may lack earlier ones: they stay in the
+        window of the lane to it.
+        """
+        links = [link for links in self._outputs for link in _responding(links)]
+        return min((link.first for link in links if link.in_flight), default=after)
 
     def send_batch(self, batch: Batch, h: Tensor) -> None:
         """Send a batch's activation (on the CPU) where it goes; see :meth:`OutputLink.send_batch`.
@@ -99,7 +116,12 @@ class Fanout:
             link.miss(batch.id, batch.epoch)
 
     def _of(self, id: int) -> list[OutputLink]:
-        return [link for link in self.links if link.carries(id)]
+        return [
+            link
+            for links in self._outputs
+            for link in ([_least_busy(links, id)] if links[0].chosen else links)
+            if link.chosen or link.carries(id)
+        ]
 
     def send_mark(self, id: int, epoch: int, mark: Mark) -> None:
         """Send a marker; see :meth:`OutputLink.send_mark`."""
@@ -147,3 +169,18 @@ class Fanout:
         """Close all links."""
         for link in self.links:
             link.close()
+
+
+def _responding(links: Sequence[OutputLink]) -> Sequence[OutputLink]:
+    """Return those lanes of replicas that respond; all, if none does."""
+    return [link for link in links if link.responds] or links if len(links) > 1 else links
+
+
+def _least_busy(links: Sequence[OutputLink], id: int) -> OutputLink:
+    """Return the lane with the fewest unanswered batches; then the one that waits longest.
+
+    After a restart of this worker, a replica which had later batches would not take this one. If
+    all had later ones, one of them has this one, too: each got its own in order.
+    """
+    takes = [link for link in links if link.received < id] or links
+    return min(_responding(takes), key=lambda link: (not link.room, link.in_flight, link.last))

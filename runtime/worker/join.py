@@ -32,6 +32,15 @@ class Join:
         self._last = 0
         self._left_out = 0
 
+    def streams(self) -> list[Join]:
+        """Return a join of its own for each lane of an input; this one is not used any more."""
+        queues = dict(zip(self.links, self._queues, strict=True))
+        joins = [Join([[link] for link in links]) for links in zip(*self._inputs, strict=True)]
+        for join in joins:
+            join._queues = [queues[link] for link in join.links]
+            join._passed = join._last = self._passed
+        return joins
+
     @property
     def received(self) -> int:
         """The highest id up to which some input has accepted all that it can still get."""

@@ -109,7 +109,7 @@ class WorkerLinks:
             publish(self._run, self._spec, self._options.attempt, self._bind(), self._keys)
 
     def _bind(self) -> dict[str, str]:
-        """Bind all links that others open; return their addresses, by the others' names."""
+        """Bind all links that others open; return their addresses, by the links' numbers."""
         options, spec = self._options, self._spec
         if options.listen is not None and len(self._listening) > 1:
             raise UsageError(
@@ -123,8 +123,8 @@ class WorkerLinks:
         for link, edge in self._listening:
             socket = f"{spec.module}.{edge.number}" if addresses else spec.module
             address = options.listen or listen_address(links, edge.number, folder, socket)
-            addresses[edge.source] = link.bind(address)
-            log.info("module %s listens on %s", spec.module, addresses[edge.source])
+            addresses[str(edge.number)] = link.bind(address)
+            log.info("module %s listens on %s", spec.module, addresses[str(edge.number)])
         return addresses
 
     def meet(self) -> bool:

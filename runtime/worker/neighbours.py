@@ -62,8 +62,8 @@ class Neighbours:
         self._address = address
         self._again = again
         self._stop = stop
-        self._attempts: dict[str, int] = {}
-        self._look_at_s: dict[str, float] = {}
+        self._attempts: dict[int, int] = {}  # by the link's number
+        self._look_at_s: dict[int, float] = {}
         self._updated: float | None = None
         self._updated_s = -math.inf
         self.callers: list[Join | Exchange] = []  # links that others open, answered during waits
@@ -86,7 +86,7 @@ class Neighbours:
         mistrust: EncryptionError | None = None
         while not interrupted():
             left_s = until_s - time.monotonic()
-            address, key = self._find(target)
+            address, key = self._find(output)
             if self.gone_for_good(target):
                 output.dismiss()
                 return
@@ -156,20 +156,20 @@ class Neighbours:
         Its record is read at most twice a second, and only while it is silent.
         """
         now_s, target = time.monotonic(), output.target
-        if now_s < self._look_at_s.get(target, 0.0):
+        if now_s < self._look_at_s.get(output.number, 0.0):
             return
-        self._look_at_s[target] = now_s + LOOK_S
+        self._look_at_s[output.number] = now_s + LOOK_S
         if not output.lost and (not output.in_flight or now_s - output.heard_s < QUIET_S):
             return
         if self.gone_for_good(target):
             output.dismiss()
             return
-        attempt = self._attempts.get(target)
-        address, key = self._find(target)
+        attempt = self._attempts.get(output.number)
+        address, key = self._find(output)
         if address is None:
             return
         moved = address != output.address
-        if moved or (not output.connected and self._attempts.get(target) != attempt):
+        if moved or (not output.connected and self._attempts.get(output.number) != attempt):
             log.info("connecting to module %s at %s", target, address)
             output.move(address, key)
 
@@ -192,17 +192,17 @@ class Neighbours:
         coming = {name for name, module in state.modules.items() if module.state in COMING}
         return neighbour in coming and any(state.modules[name].restarts for name in coming)
 
-    def _find(self, target: str) -> tuple[str | None, bytes | None]:
-        """Return the address and the key of a module downstream, as far as they are known."""
+    def _find(self, output: OutputLink) -> tuple[str | None, bytes | None]:
+        """Return where a link leads, and the key of the module there, as far as they are known."""
         if self._address is not None:
             return self._address, None
-        record = fresh_endpoint(self._run.endpoint(target))
-        address = record.further.get(self._spec.module, record.address)
+        record = fresh_endpoint(self._run.endpoint(output.target))
+        address = record.further.get(str(output.number), record.address)
         if address is None or record.attempt < self._since:
             return None, None
         address = self._as_seen_here(address)
         check_reachable(address, record)
-        self._attempts[target] = record.attempt
+        self._attempts[output.number] = record.attempt
         return address, None if record.public_key is None else record.public_key.encode()
 
     def _as_seen_here(self, address: str) -> str:
@@ -217,7 +217,7 @@ def publish(
 ) -> None:
     """Write the endpoint record, by which the modules upstream find this one.
 
-    ``addresses``: where it listens for each module upstream, by name, in the order of its inputs.
+    ``addresses``: where it listens for what comes on each link, by its number; the first one first.
     """
     address, *_ = addresses.values()
     Endpoint(

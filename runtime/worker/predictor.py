@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from dni_runtime.garbage import collect_as_usual
 from dni_runtime.link import Marker, OutputLink
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec.named import module_of
 from dni_runtime.spec.predicting import exit_name
 from dni_runtime.worker.device import Copies, choose_device
 from dni_runtime.worker.fanout import Fanout
@@ -47,7 +50,7 @@ class Exit:
 
     def __init__(self, spec: WorkerSpec, run: RunDir, device: torch.device) -> None:
         assert spec.exit is not None
-        file = run.initial(exit_name(spec.module))
+        file = run.initial(exit_name(module_of(spec.module)))
         head = early_head(spec, spec.exit.interface, file)
         assert head is not None
         self._head, self._threshold = head.eval().to(device), spec.exit.threshold
@@ -94,6 +97,34 @@ class Suspicion:
         return True
 
 
+@dataclass
+class _Stream:
+    """Batches that come in order on one lane of each input, and where they go."""
+
+    input: Join
+    onward: Fanout
+    exit: OutputLink | None
+    last: int = 0  # the last one that has come
+    acked: int = 0
+
+    @property
+    def room(self) -> bool:
+        """Whether another batch can be sent on."""
+        return self.onward.room if self.exit is None else self.exit.room
+
+    def acknowledge(self) -> None:
+        """Acknowledge all before the first batch that may have to be sent again."""
+        first = self.last + 1
+        if self.exit is not None and self.exit.in_flight:
+            first = self.exit.first
+        # If what follows is out of reach, the front still has the exit's answers.
+        if self.exit is None or (self.onward.room and self.onward.connected):
+            first = min(first, self.onward.unanswered(first))
+        if first - 1 > self.acked:
+            self.acked = first - 1
+            self.input.ack(self.acked)
+
+
 class Predictor:
     """One attempt of a module that predicts, until it is told to stop: :meth:`live`.
 
@@ -107,10 +138,10 @@ class Predictor:
         self._module = ModuleForward(spec, device)
         torch.set_rng_state(self._module.random_state)
         if spec.initial:
-            self._module.load_initial(attempt.run.initial(spec.module))
+            self._module.load_initial(attempt.run.initial(module_of(spec.module)))
         self._exit = None if spec.exit is None else Exit(spec, attempt.run, device)
         self._copies = Copies(device)
-        self._acked = 0
+        self._edges = spec.targets
         options = attempt.options
         alone = options.first is not None and options.first < options.attempt
         start = Start(again=alone or options.resume == OWN)
@@ -134,42 +165,66 @@ class Predictor:
             links.close()
 
     def _serve(self, input: Join, output: Fanout) -> None:
-        above, below = zmq.Poller(), zmq.Poller()
-        for poller, links in ((above, (*input.links, *output.links)), (below, output.links)):
-            for socket in (self._stop.wakeup, *(link.socket for link in links)):
-                poller.register(socket, zmq.POLLIN)
-        exit = output.links[-1] if self._exit is not None else None
-        onward = output if exit is None else Fanout([[link] for link in output.links[:-1]])
+        streams = self._streams(input.streams(), output)
+        pollers: dict[tuple[bool, ...], zmq.Poller] = {}
         while not self._stop():
             for link in output.links:
                 self._links.neighbours.look(link)
             output.receive()
-            # If what follows is out of reach, the front still has the exit's answers.
-            cut = exit is not None and not (onward.room and onward.connected)
-            self._acknowledge(input, exit.first if exit is not None and cut else output.first)
             self._metrics.report.check()
-            room = output.room if exit is None else exit.room
-            if room and self._answer_next(input, onward, exit):
+            rooms = []
+            come = False
+            for stream in streams:
+                stream.acknowledge()
+                rooms.append(stream.room)
+                come |= stream.room and self._answer_next(stream)
+            if come:
                 continue
-            self._metrics.now("input" if room else "window")
-            (above if room else below).poll(POLL_MS)
+            self._metrics.now("input" if any(rooms) else "window")
+            key = tuple(rooms)
+            if key not in pollers:
+                pollers[key] = self._poller(output, streams, key)
+            pollers[key].poll(POLL_MS)
 
-    def _acknowledge(self, input: Join, first: int) -> None:
-        """Acknowledge all before the first batch that may have to be sent again."""
-        if first - 1 > self._acked:
-            self._acked = first - 1
-            input.ack(self._acked)
+    def _streams(self, inputs: Sequence[Join], output: Fanout) -> list[_Stream]:
+        """Divide the links downstream among the streams."""
+        links = iter(output.links)
+        lanes = [[next(links) for _ in edge.links] for edge in self._edges]
+        shares = [
+            [
+                some[len(some) * n // len(inputs) : len(some) * (n + 1) // len(inputs)]
+                for some in lanes
+            ]
+            for n in range(len(inputs))
+        ]
+        exits = [share.pop()[0] if self._exit is not None else None for share in shares]
+        return [
+            _Stream(input, Fanout(share), exit)
+            for input, share, exit in zip(inputs, shares, exits, strict=True)
+        ]
 
-    def _answer_next(self, input: Join, onward: Fanout, exit: OutputLink | None) -> bool:
+    def _poller(
+        self, output: Fanout, streams: Sequence[_Stream], rooms: Sequence[bool]
+    ) -> zmq.Poller:
+        """Return what wakes this worker, if so many streams have room."""
+        poller = zmq.Poller()
+        ready = [stream.input.links for stream, room in zip(streams, rooms, strict=True) if room]
+        for link in (*output.links, *chain.from_iterable(ready)):
+            poller.register(link.socket, zmq.POLLIN)
+        poller.register(self._stop.wakeup, zmq.POLLIN)
+        return poller
+
+    def _answer_next(self, stream: _Stream) -> bool:
         """Send the next batch's output on; return whether something has come."""
-        item = input.receive()
+        item, onward, exit = stream.input.receive(), stream.onward, stream.exit
         if item is None:
             return False
-        self._metrics.progress.id = item.id
-        ends = (*onward.links, *([exit] if exit is not None else ()))
+        stream.last = item.id
+        self._metrics.progress.id = max(self._metrics.progress.id, item.id)
         if isinstance(item, Marker):
-            for link in ends:
-                link.send_mark(item.id, item.epoch, item.mark)
+            onward.send_mark(item.id, item.epoch, item.mark)
+            if exit is not None:
+                exit.send_mark(item.id, item.epoch, item.mark)
             return True
         self._metrics.now("batch")
         try:
@@ -181,8 +236,9 @@ class Predictor:
             log.exception("batch %d has no answer", item.id)
             if self._module.device.type == "cuda":
                 torch.cuda.synchronize()  # an error of the device itself lasts
-            for link in ends:
-                link.miss(item.id, item.epoch)
+            onward.miss(item)
+            if exit is not None:
+                exit.miss(item.id, item.epoch)
             return True
         if exit is None or p is None or self._exit is None:
             onward.send_batch(item, h)

@@ -22,7 +22,7 @@ import dni_runtime
 from dni_runtime import Run
 from dni_runtime.run.documents.state import process_birth
 from tests.conftest import eventually
-from tests.e2e.conftest import CHAIN, MODULES, Site, missing
+from tests.e2e.conftest import CHAIN, Site, missing
 from tests.e2e.pages import DOCS, python, shell, write_files
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -83,16 +83,14 @@ class Served(Site):
             torch.testing.assert_close(y, self.network(x), atol=1e-5, rtol=1e-5)
         return y
 
-    def leave(
-        self, x: torch.Tensor, *, degraded: bool = False
-    ) -> tuple[dict[int, str], torch.Tensor]:
+    def leave(self, x: torch.Tensor) -> tuple[dict[int, str], torch.Tensor]:
         """Return the rows that have left early, each with its exit, and all answers."""
         tensor = {"name": "input", "datatype": "FP32", "shape": [*x.shape]}
         body = {"inputs": [{**tensor, "data": x.flatten().tolist()}]}
         status, answer = self.get(f"/v2/models/{NAME}/infer", body)
         assert status == 200, answer
         parameters = answer.get("parameters", {})
-        assert parameters.get("degraded", False) is degraded
+        self.degraded = parameters.get("degraded", False)
         exits = parameters.get("exit", "").split(",")
         exits = exits * len(x) if len(exits) == 1 else exits
         (output,) = answer["outputs"]
@@ -154,7 +152,10 @@ def test_a_client_gets_what_the_exported_network_says(served: Served, client: Mo
 
 
 def test_modules_are_killed_and_hang_while_clients_ask(served: Served) -> None:
-    served.serve("trained", "--backend", "process", "--probe", "2", "--max-batch", "256")
+    served.serve(
+        "trained", "--backend", "process", "--probe", "2", "--max-batch", "256",
+        "--replicas", "middle=2",
+    )  # fmt: skip
     served.ask(torch.randn(300, 64))  # more rows than a batch of the training, or of the service
     failures: list[BaseException] = []
     answered = [0]
@@ -174,10 +175,16 @@ def test_modules_are_killed_and_hang_while_clients_ask(served: Served) -> None:
     for thread in threads:
         thread.start()
     try:
-        for module in MODULES:
+        for module in ("bottom", "middle.1", "top"):
             before = answered[0]
             os.kill(served.pids("1")[module], signal.SIGKILL)
             eventually("answers go on", lambda before=before: answered[0] > before + 50 or failures)
+        hangs, before = served.pids("1")["middle.2"], answered[0]
+        os.kill(hangs, signal.SIGSTOP)
+        # One thread waits for each batch that it had.
+        eventually("the other answers", lambda: answered[0] > before + 50 or failures)
+        assert served.ready
+        os.kill(hangs, signal.SIGCONT)
         assert not failures
     finally:
         over.set()
@@ -186,11 +193,11 @@ def test_modules_are_killed_and_hang_while_clients_ask(served: Served) -> None:
     assert not failures
     eventually("it is ready", lambda: served.ready)
 
-    middle = served.pids("1")["middle"]
-    os.kill(middle, signal.SIGSTOP)
+    top = served.pids("1")["top"]
+    os.kill(top, signal.SIGSTOP)
     eventually("it is not ready", lambda: not served.ready, 10)
     assert served.get("/v2/health/live")[0] == 200
-    os.kill(middle, signal.SIGCONT)
+    os.kill(top, signal.SIGCONT)
     eventually("it is ready again", lambda: served.ready, 10)
     served.ask(torch.randn(3, 64))
 
@@ -312,9 +319,11 @@ def test_the_page(site: Site) -> None:
 def test_sure_samples_leave_early(served: Served) -> None:
     """Also all others, marked, when a module behind the exit does not answer."""
     served.run("exits", "trained")
-    served.serve("trained", "--backend", "process", "--exit-confidence", "0.5", "--exit-wait", "1")
+    served.serve("trained", "--backend", "process", "--exit-confidence", "0.5", "--exit-wait", "1",
+                 "--replicas", "bottom=2")  # fmt: skip
     x = torch.randn(64, 64) * torch.linspace(0.2, 4, 64)[:, None]
     left, answer = served.leave(x)
+    assert not served.degraded
     assert 0 < len(left) < 64
     assert {exit for exit in left.values()} <= {"bottom", "middle"}
     with torch.no_grad():
@@ -324,9 +333,12 @@ def test_sure_samples_leave_early(served: Served) -> None:
 
     top = served.pids("1")["top"]
     os.kill(top, signal.SIGSTOP)
-    again, marked = served.leave(x, degraded=True)
+    again, marked = served.leave(x)
+    assert served.degraded
     assert len(again) == 64
     rows = sorted(left)
     torch.testing.assert_close(marked[rows], answer[rows])
     os.kill(top, signal.SIGCONT)
-    eventually("all modules answer again", lambda: served.leave(x)[0] == left)
+    eventually(
+        "all modules answer again", lambda: served.leave(x)[0] == left and not served.degraded
+    )

@@ -80,8 +80,8 @@ class Endpoint(_OfWorker):
     """Where a worker listens."""
 
     module: str = ""
-    address: str | None = None  # for the first of the modules upstream; None: not known
-    further: dict[str, str] = Field(default_factory=dict)  # for each of the others, by name
+    address: str | None = None  # of its first link from upstream; None: not known
+    further: dict[str, str] = Field(default_factory=dict)  # of the other links, by number
     public_key: str | None = None  # if links are encrypted
     pid: int | None = None
     host: str | None = None

@@ -13,6 +13,7 @@ from dni_runtime.spec import ChainSpec, DataInfo, WorkerSpec, parse_chain
 from dni_runtime.spec.edge import replica_of
 from dni_runtime.spec.modules import ElasticSpec
 from dni_runtime.spec.named import module_of, number_of
+from dni_runtime.spec.predicting import FRONT, predicting
 from dni_runtime.spec.replicas import modules_of, with_replicas, workers_of
 from tests.specs import float32, int64, refused, specs_of
 
@@ -347,3 +348,36 @@ def test_replicas_may_be_placed_one_by_one() -> None:
         placed("a: 0, b.1: 0, c: 1")
     with pytest.raises(SpecError, match=r"names 'b.3', but the modules are a, b, c"):
         placed("a: 0, b: 0, b.3: 0, c: 1")
+
+
+def test_streams_of_a_chain_that_predicts() -> None:
+    """Behind replicas a worker has for each lane from upstream one to each replica downstream."""
+    workers = workers_of(predicting(modules("1111"), replicas={"b": 2, "c": 3}))
+    assert [one.module for one in workers] == [FRONT, "a", "b.1", "b.2", "c.1", "c.2", "c.3", "d"]
+    front, a, b1, _, _, c2, _, d = workers
+    assert targets(front) == ["a"]
+    assert targets(a) == ["b.1", "b.2"]
+    assert targets(b1) == ["c.1", "c.2", "c.3"]
+    assert [link.source for link in c2.links_in] == ["b.1", "b.2"]
+    assert targets(c2) == ["d", "d"]
+    assert [link.source for link in d.links_in] == ["c.1", "c.2", "c.3"] * 2, "stream by stream"
+    assert targets(d) == [FRONT] * 6
+    assert not any(one.peers for one in workers)
+    out = {link.number: link for one in workers for link in one.links_out}
+    assert out == {link.number: link for one in workers for link in one.links_in}
+    assert len(out) == 1 + 2 + 6 + 6 + 6
+    assert not any(link.carries(1) for link in out.values()), "their senders choose"
+
+
+def test_streams_cannot_be_joined() -> None:
+    text = (
+        "name: net\ndefaults: {interface: mixed}\nmodules:\n"
+        f"- {{name: a, layers: [{LINEAR}]}}\n- {{name: b, layers: [{LINEAR}]}}\n"
+        f"- {{name: c, inputs: [a, b], layers: [Concat, {LINEAR.replace('8', '16', 1)}]}}\n"
+        f"- {{name: d, layers: [{LINEAR}]}}\n"
+    )
+    trained = specs_of(text, INFO)
+    for name in "abc":
+        with pytest.raises(SpecError, match=r"module 'c' has 2 inputs.*served by replicas"):
+            workers_of(predicting(trained, replicas={name: 2}))
+    assert len(workers_of(predicting(trained, replicas={"d": 2}))) == 6

@@ -52,7 +52,7 @@ class World:
         self.dismissed = self.peer = False
         # of the link downstream
         self.lost, self.connected, self.in_flight, self.heard_s = False, True, 0, self.now_s
-        self.target, self.source, self.links = "tail", "stem", [self]
+        self.target, self.source, self.links, self.number = "tail", "stem", [self], 1
         self.address: str | None = HERE
 
     @property
@@ -504,17 +504,15 @@ def test_a_supervisor_whose_clock_differs(world: World, clock: float) -> None:
     assert not known.expected("tail")
 
 
-def test_each_module_upstream_finds_the_address_made_for_it(
-    make_world: MakeWorld, tmp_path: Path
-) -> None:
-    """Of a module with several inputs; its public key comes with them, if links are encrypted."""
+def test_each_link_leads_to_the_address_made_for_it(make_world: MakeWorld, tmp_path: Path) -> None:
+    """To a module with several; its public key comes with them, if links are encrypted."""
     world = make_world("tail")
     keys: Any = SimpleNamespace(pair=SimpleNamespace(public=KEY))
     spec = world.spec.model_copy(update={"links": LinksSpec(security="curve")})
-    publish(world.run, spec, 1, {"side": THERE, "stem": HERE}, keys)
-    for module, address in (("side", THERE), ("stem", HERE)):
+    publish(world.run, spec, 1, {"4": THERE, "7": HERE}, keys)
+    for number, address in ((4, THERE), (7, HERE)):
         world = make_world("stem")
-        world.spec = world.spec.model_copy(update={"module": module})
+        world.number = number
         world.answers[address] = lambda: None
         connect(world)
         assert world.tried == [(address, KEY, 0.0)]
@@ -526,7 +524,7 @@ def test_a_record_is_withdrawn_by_its_own_attempt_only(
     world = make_world("tail")
     keys: Any = None  # ipc is never encrypted
     path = world.run.endpoint("tail")
-    publish(world.run, world.spec, 2, {"stem": "ipc:///tmp/tail.sock"}, keys)
+    publish(world.run, world.spec, 2, {"1": "ipc:///tmp/tail.sock"}, keys)
     record = peek_json(path)
     assert (record["attempt"], record["pid"], record["public_key"]) == (2, os.getpid(), None)
     withdraw(world.run, world.spec, 1)

@@ -225,8 +225,10 @@ class Below:
         window: int = 4,
         in_flight: int = 0,
         route: tuple[int, int] | None = None,
+        chosen: bool = False,
     ) -> None:
-        self.route = route
+        self.route, self.chosen = route, chosen
+        self.responds, self.connected, self.last, self.received = True, True, 0, 0
         self.teaches, self.window, self.in_flight = teaches, window, in_flight
         self.lost, self.drained, self.first = False, 0, 1
         self.counters = LinkCounters(missed=2)
@@ -244,6 +246,7 @@ class Below:
 
     def send_batch(self, id: int, *rest: Any) -> None:
         self.sent.append(id)
+        self.last, self.in_flight = id, self.in_flight + self.chosen
 
     def send_mark(self, id: int, *rest: Any) -> None:
         self.marks.append(id)
@@ -351,6 +354,34 @@ def test_a_batch_goes_to_one_replica_and_its_gradient_comes_from_there() -> None
     assert come(output) == [], "the other replica may still send gradients"
     even.events = [Drain(9)]
     assert come(output) == [9]
+
+
+def test_a_batch_to_predict_goes_to_the_least_busy_replica() -> None:
+    one, two, skip = Below(chosen=True), Below(chosen=True), Below()
+    output = Fanout([[one, two], [skip]])  # type: ignore[list-item]
+    h = torch.zeros(2, 1)
+    for id in (1, 2, 3):
+        output.send_batch(batch(id, 1.0), h)
+    assert (one.sent, two.sent, skip.sent) == ([1, 3], [2], [1, 2, 3]), "in turn if all are alike"
+    one.first, two.first = 1, 2
+    one.in_flight = 0
+    assert output.unanswered(after=4) == 2, "what had all its answers keeps nothing back"
+    output.send_mark(4, 1, Mark.MISSED)
+    assert (one.marks, two.marks) == ([4], [])
+    two.in_flight = 4
+    assert output.room, "one of them has"
+    two.responds = two.connected = False
+    assert output.connected
+    output.send_batch(batch(5, 1.0), h)
+    output.send_batch(batch(6, 1.0), h)
+    assert one.sent[-2:] == [5, 6], "the other does not respond"
+    one.first = 5
+    assert output.unanswered(after=7) == 5, "nor must what waits for it be sent again"
+    one.responds = False
+    assert output.unanswered(after=7) == 2, "nobody does"
+    one.received, two.received = 8, 9
+    output.send_batch(batch(9, 1.0), h)
+    assert one.sent[-1] == 9, "the other one had 9 before this worker was restarted, or another"
 
 
 def test_a_marker_that_stands_for_a_batch_goes_the_batchs_way() -> None:

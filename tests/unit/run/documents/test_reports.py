@@ -19,7 +19,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert report.of(2) is report
     assert not report.of(1)
     assert report.of(1).state == "starting"
-    endpoint = Endpoint(attempt=1, address="ipc:///a", further={"left": "ipc:///b"})
+    endpoint = Endpoint(attempt=1, address="ipc:///a", further={"2": "ipc:///b"})
     endpoint.write(path)
     assert Endpoint.read(path) == endpoint
 
