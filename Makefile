@@ -10,7 +10,7 @@ AS_USER := scripts/as-user -- $(MAKE) --no-print-directory
 export DNI_APPTAINER_PREFIX PYTHON TORCH
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test e2e nightly gpu check wheelcheck system demo-here test-here gpu-here check-here wheelcheck-here clean
+.PHONY: help beside demo test e2e nightly gpu check wheelcheck system demo-here test-here gpu-here check-here wheelcheck-here clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,10 @@ check: system ## Check format, lint and types
 
 wheelcheck: system ## Build sdist and wheel, and look into them
 	@$(AS_USER) wheelcheck-here
+
+# What CI does before its tests, side by side: a demo that builds images, or ends, leaves a core idle.
+beside: system
+	@$(AS_USER) --jobs=3 --output-sync=target check-here wheelcheck-here demo-here EPOCHS='$(EPOCHS)'
 
 clean: ## Remove what was built here (the image cache in ~/.cache/dnictl stays)
 	rm -rf build dist

@@ -30,9 +30,7 @@ def main() -> None:
     """Build, compare, install, run."""
     with tempfile.TemporaryDirectory() as scratch:
         out, tree = Path(scratch, "dist"), Path(scratch, "tree")
-        ignore = shutil.ignore_patterns(
-            "build", ".git", "*.egg-info", "__pycache__", "*.sif", ".venv"
-        )
+        ignore = shutil.ignore_patterns("build", ".*", "*.egg-info", "__pycache__", "*.sif")
         shutil.copytree(ROOT, tree, ignore=ignore)
         subprocess.run([sys.executable, "-m", "build", "-o", str(out), str(tree)], check=True)
         (wheel,) = out.glob("*.whl")
