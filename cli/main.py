@@ -82,6 +82,13 @@ GROUPS = {
         "compare": "dnictl.measure",
         "reference": "dnictl.measure",
     },
+    "Release": {
+        "release": "dnictl.release",
+        "push": "dnictl.release",
+        "pull": "dnictl.release",
+        "models": "dnictl.release",
+        "diff": "dnictl.release",
+    },
     "This installation": {
         "doctor": "dnictl.doctor",
         "version": "dnictl.doctor",

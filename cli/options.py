@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 
 from dni_runtime.errors import DataError, UsageError
+from dni_runtime.run.releases import parse_name
 
 if TYPE_CHECKING:
     from dni_runtime.api.planning import PlannedRun
@@ -26,8 +27,8 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 class OutputFile(click.Path):
     """A file to write, whose folder is checked before anything is computed."""
 
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, writable=True, path_type=Path)
+    def __init__(self, *, or_folder: bool = False) -> None:
+        super().__init__(dir_okay=or_folder, writable=True, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = super().convert(value, param, ctx)
@@ -90,10 +91,28 @@ _images_folder: dict[str, Any] = {
     "envvar": "DNICTL_IMAGES",
     "default": Path("images"),
     "show_default": True,
-    "help": "Folder of the module images and of dni.lock (also: DNICTL_IMAGES).",
 }
-images_option = click.option("--images", **_images_folder)
-out_option = click.option("--out", **_images_folder)
+_IMAGES = "Folder of the module images and of dni.lock"
+
+
+def _released_images(context: click.Context, parameter: click.Parameter, value: Path) -> Path:
+    """Return the folder of the images of a release, if one is named."""
+    if parse_name(str(value)) is None or value.is_dir():
+        return value
+    from dni_runtime.image.apptainer import usable_apptainer
+    from dni_runtime.release.images import assembled
+    from dni_runtime.release.store import Store
+
+    return assembled(usable_apptainer(), Store(), str(value))
+
+
+images_option = click.option(
+    "--images",
+    **_images_folder,
+    callback=_released_images,
+    help=f"{_IMAGES}, or a release, NAME:VERSION (also: DNICTL_IMAGES).",
+)
+out_option = click.option("--out", **_images_folder, help=f"{_IMAGES} (also: DNICTL_IMAGES).")
 profile_option = click.option(
     "--profile", metavar="NAME", envvar="DNICTL_PROFILE", shell_complete=complete_profiles,
     help="Site profile (also: DNICTL_PROFILE); see 'dnictl profile list'.",

@@ -150,9 +150,11 @@ def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
 @run_argument
 @runs_option
 @click.option(
-    "-o", "--output", type=OutputFile(), required=True,
+    "-o", "--output", type=OutputFile(or_folder=True), required=True,
     help="The file: .safetensors (weights and layers), .pt2 (a torch.export program) or .onnx.",
 )  # fmt: skip
+@click.option("--folder", is_flag=True,
+              help="Write a folder with the files of a Hugging Face repository.")  # fmt: skip
 @click.option(
     "--state-dict", is_flag=True,
     help="Weights alone, under the names of the network that 'dnictl split' took apart, else "
@@ -173,6 +175,7 @@ def export(
     run: str | None,
     runs: Path,
     output: Path,
+    folder: bool,
     state_dict: bool,
     choice: str | None,
     force: bool,
@@ -188,16 +191,22 @@ def export(
     """
     from dni_runtime.api.checkpointed import check_ending
 
-    if output.exists() and not force:
-        raise UsageError(f"{str(output)!r} already exists", hint="--force replaces it")
-    check_ending(output, state_dict=state_dict)
+    if folder and (state_dict or force):
+        raise UsageError("--folder excludes --state-dict and --force")
+    if not folder:
+        if output.is_dir() or (output.exists() and not force):
+            raise UsageError(f"{str(output)!r} already exists", hint="--force replaces a file")
+        check_ending(output, state_dict=state_dict)
     its = chosen_run(run, runs)
     cut, damaged = its.choose_cut(choice, force=force)
     for problem in damaged:
         click.secho(f"warning: {problem}; using checkpoint {cut}", err=True, fg="yellow")
-    its.export(output, cut, force=force, state_dict=state_dict)
+    if folder:
+        its.export_folder(output, cut)
+    else:
+        its.export(output, cut, force=force, state_dict=state_dict)
     document = {"run": its.name, "checkpoint": cut, "file": str(output)}
-    document["bytes"] = output.stat().st_size
+    document["bytes"] = (output / "model.safetensors" if folder else output).stat().st_size
     line = f"wrote {output} (checkpoint {cut} of {its.name})"
     answer(document, line, as_json=as_json)
 

@@ -106,6 +106,31 @@ class Checkpointed:
                 export_model(specs, self._states_of(cut), Path(output), force=force)
         write_card(self.record, cut, Path(output), state_dict=state_dict)
 
+    def export_folder(self, folder: Path | str, cut: int | None = None) -> None:
+        """Write the trained network as a folder with the files of a Hugging Face repository.
+
+        ``model.safetensors`` is for :func:`dni_runtime.load`, ``config.json`` describes its layers,
+        ``README.md`` is the model card.
+
+        Args:
+            folder: It must not exist yet, or be empty.
+            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+
+        Raises:
+            DniError: As :meth:`export`.
+        """
+        from dni_runtime.core.export import read_header
+
+        folder = Path(folder)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(f"{str(folder)!r} exists already", hint="name another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        model = folder / "model.safetensors"
+        self.export(model, cut)
+        model.with_suffix(".md").rename(folder / "README.md")
+        header = read_header(model).model_dump_json(indent=1) + "\n"
+        (folder / "config.json").write_text(header, encoding="utf-8")
+
     def state_dict(self, cut: int | None = None, *, force: bool = False) -> dict[str, Tensor]:
         """The trained weights under the names of the network that they are from.
 

@@ -11,10 +11,13 @@ from pathlib import Path
 from dni_runtime.api.planning import plan_run
 from dni_runtime.api.run import Run
 from dni_runtime.core.export import load_model, read_header
-from dni_runtime.errors import DniError, UsageError
+from dni_runtime.errors import DniError, UnavailableError, UsageError
+from dni_runtime.image.apptainer import usable_apptainer
 from dni_runtime.plan.prepare import importing_from
 from dni_runtime.plan.serving import serving_chain
 from dni_runtime.plan.settings import StartSettings
+from dni_runtime.release.images import assembled
+from dni_runtime.release.store import Store
 from dni_runtime.run.documents.exits import Exits
 from dni_runtime.run.rundir import socket_folder
 from dni_runtime.schedulers.slurm.commands import own_job
@@ -90,7 +93,7 @@ def deploy(
     exits = _early_exits(trained, cut, settings)
     prepared = serving_chain(trained.record, cut, exits, settings.replicas)
     root = folder / name
-    start = StartSettings(root, settings.backend, settings.images)
+    start = StartSettings(root, settings.backend, _images(source, settings))
     if settings.hosts is not None:
         start = replace(start, scheduler="ssh", hosts=parse_hosts(settings.hosts))
     elif settings.backend == "auto" and own_job() is not None:
@@ -112,6 +115,19 @@ def deploy(
     )
     version = version.model_copy(update={"run": root})
     return Deployment(version, front, Run.open(root), supervisor)
+
+
+def _images(source: Path, settings: Settings) -> Path:
+    """Return the folder of a network's images: a release has its own."""
+    store = Store.of(source)
+    if store is None or settings.backend == "process":
+        return settings.images
+    try:
+        return assembled(usable_apptainer(), store, store.name_of(source))
+    except UnavailableError:
+        if settings.backend == "apptainer":
+            raise
+        return settings.images
 
 
 def _early_exits(run: Run, cut: int, settings: Settings) -> dict[str, ExitRole]:

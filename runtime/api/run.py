@@ -447,6 +447,7 @@ class Run(Checkpointed):
         Raises:
             UsageError: It is active, has finished, or has no such checkpoint.
         """
+        self.record.check_no_release()
         self.check_trusted()
         job, state = self.job, self.state()
         if state.active and (state.phase != "unsupervised" or job is not None):

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -125,26 +125,35 @@ class Layout:
             return self.path(blob.digest).stat().st_size == blob.size
         return False
 
-    def add(
-        self, content: bytes | Iterable[bytes], media_type: str, notes: Mapping[str, str] = {}
-    ) -> Descriptor:
+    def add(self, content: bytes, media_type: str, notes: Mapping[str, str] = {}) -> Descriptor:
         """Store a blob."""
+        return self.add_chunks(lambda: (content,), media_type, notes)
+
+    def add_chunks(
+        self,
+        content: Callable[[], Iterable[bytes]],  # called twice, unless the blob is there
+        media_type: str,
+        notes: Mapping[str, str] = {},
+    ) -> Descriptor:
+        """Store a large blob."""
         sha256, size = hashlib.sha256(), 0
-        temporary = self._blobs / f".{secrets.token_hex(8)}"
-        try:
-            with temporary.open("xb") as file:
-                for chunk in (content,) if isinstance(content, bytes) else content:
-                    sha256.update(chunk)
-                    size += file.write(chunk)
-            blob = Descriptor(
-                media_type=media_type,
-                digest=f"sha256:{sha256.hexdigest()}",
-                size=size,
-                annotations=dict(notes) or None,
-            )
-            self.take(temporary, blob)
-        finally:
-            temporary.unlink(missing_ok=True)
+        for chunk in content():
+            sha256.update(chunk)
+            size += len(chunk)
+        blob = Descriptor(
+            media_type=media_type,
+            digest=f"sha256:{sha256.hexdigest()}",
+            size=size,
+            annotations=dict(notes) or None,
+        )
+        if not self.has(blob):
+            temporary = self._blobs / f".{secrets.token_hex(8)}"
+            try:
+                with temporary.open("xb") as file:
+                    file.writelines(content())
+                self.take(temporary, blob)
+            finally:
+                temporary.unlink(missing_ok=True)
         return blob
 
     def take(self, file: Path, blob: Descriptor) -> None:
@@ -200,9 +209,12 @@ class Layout:
             Manifest.parse(self.read(one), f"manifest {one.digest}") for one in document.manifests
         )
 
-    def blobs(self, index: Descriptor) -> list[Descriptor]:
-        """Return all that an index needs, what is named by others before those, without itself."""
-        document, manifests = self.manifests(index)
+    def blobs(self, root: Descriptor) -> list[Descriptor]:
+        """Return all that an index or a manifest needs, what is named by others before those."""
+        if root.media_type != INDEX:
+            manifest = Manifest.parse(self.read(root), f"manifest {root.digest}")
+            return [*manifest.layers, manifest.config]
+        document, manifests = self.manifests(root)
         needed = {blob.digest: blob for one in manifests for blob in (*one.layers, one.config)} | {
             one.digest: one for one in document.manifests
         }
@@ -211,16 +223,10 @@ class Layout:
     def collect(self) -> int:
         """Remove the blobs that no name leads to; return their bytes."""
         roots = self.names().values()
-        kept = {blob.digest for root in roots for blob in (root, *self._reached(root))}
+        kept = {blob.digest for root in roots for blob in (root, *self.blobs(root))}
         freed = 0
         for path in self._blobs.iterdir():
             if f"sha256:{path.name}" not in kept and not path.name.startswith("."):
                 freed += path.stat().st_size
                 path.unlink()
         return freed
-
-    def _reached(self, root: Descriptor) -> list[Descriptor]:
-        if root.media_type == INDEX:
-            return self.blobs(root)
-        manifest = Manifest.parse(self.read(root), f"manifest {root.digest}")
-        return [manifest.config, *manifest.layers]

@@ -28,9 +28,9 @@ _ARCHITECTURES = {
     "riscv64": 12,
 }  # fmt: skip
 _PARTITION, _GENERIC_JSON = "4", "6"  # --datatype of apptainer-sif-add(1)
-_SQUASHFS, _OVERLAY = "1", "4"  # --partfs, --parttype
+_SQUASHFS, _SYSTEM, _OVERLAY = "1", "2", "4"  # --partfs, --parttype
 _GROUP = "1"  # the group that `sign` and `verify` cover by default
-_METADATA = "inspect-metadata.json"
+METADATA = "inspect-metadata.json"
 _LABELS = ".singularity.d/labels.json"
 _METADATA_TYPE, _PARTITION_TYPE, _SQUASHFS_TYPE = "JSON.Generic", "FS (", "FS (Squashfs/"
 
@@ -44,6 +44,7 @@ class SifObject:
 
     id: int
     start: int  # bytes
+    size: int
     type: str  # as "apptainer sif list" prints it
 
 
@@ -68,9 +69,13 @@ def copy_image(source: Path, target: Path) -> None:
 
 def parse_list(text: str) -> list[SifObject]:
     """Return the objects in the output of ``apptainer sif list``."""
-    pattern = re.compile(r"(\d+)\s*\|.*\|\s*(\d+)-\d+\s*\|\s*(\S.*?)\s*$")
+    pattern = re.compile(r"(\d+)\s*\|.*\|\s*(\d+)-(\d+)\s*\|\s*(\S.*?)\s*$")
     rows = (pattern.match(line) for line in text.splitlines())
-    return [SifObject(int(row[1]), int(row[2]), row[3]) for row in rows if row is not None]
+    return [
+        SifObject(int(row[1]), int(row[2]), int(row[3]) - int(row[2]), row[4])
+        for row in rows
+        if row is not None
+    ]
 
 
 def objects(tool: Apptainer, image: Path) -> list[SifObject]:
@@ -83,16 +88,57 @@ def objects(tool: Apptainer, image: Path) -> list[SifObject]:
         raise ImageError(f"{image} is not a SIF image: {last}") from error
 
 
-def append_layer(tool: Apptainer, image: Path, layer: Path, *, machine: str) -> None:
-    """Append a squashfs file as an overlay partition, which Apptainer mounts over the base."""
+def append_layer(
+    tool: Apptainer, image: Path, layer: Path, *, machine: str, system: bool = False
+) -> None:
+    """Append a squashfs file as an overlay partition, which Apptainer mounts over the base.
+
+    ``system``: it is the base of a new image.
+    """
     architecture = _ARCHITECTURES.get(machine)
     if architecture is None:
         raise BuildError(f"no SIF architecture is known for {machine!r}", hint="use --full")
     argv = sif_argv(
-        tool, "add", "--datatype", _PARTITION, "--partfs", _SQUASHFS, "--parttype", _OVERLAY,
+        tool, "add", "--datatype", _PARTITION, "--partfs", _SQUASHFS,
+        "--parttype", _SYSTEM if system else _OVERLAY,
         "--partarch", str(architecture), "--groupid", _GROUP, str(image), str(layer),
     )  # fmt: skip
     apptainer.capture(argv, what=f"appending the layer to {image.name}")
+
+
+def new_image(tool: Apptainer, image: Path) -> None:
+    """Make a SIF file without content."""
+    apptainer.capture(sif_argv(tool, "new", str(image)), what=f"making {image.name}")
+
+
+def add_json(tool: Apptainer, image: Path, document: Path, name: str | None = None) -> None:
+    """Add a JSON document, under its file name or another."""
+    argv = ["--datatype", _GENERIC_JSON, "--groupid", _GROUP, "--filename", name or document.name]
+    apptainer.capture(
+        sif_argv(tool, "add", *argv, str(image), str(document)), what=f"writing to {image.name}"
+    )
+
+
+def partitions(tool: Apptainer, image: Path) -> list[SifObject]:
+    """Return an image's squashfs partitions, the base first; raises ``ImageError`` for others."""
+    parts = [o for o in objects(tool, image) if o.type.startswith(_PARTITION_TYPE)]
+    for partition in parts:
+        if not partition.type.startswith(_SQUASHFS_TYPE):
+            raise ImageError(
+                f"{image} cannot be read: it has a partition that is not a squashfs "
+                f"({partition.type})",
+                hint="use an image made by 'dnictl build'",
+            )
+    return parts
+
+
+def metadata(tool: Apptainer, image: Path) -> bytes | None:
+    """Return the labels and the help that an image's build wrote; None if it wrote none."""
+    ids = [o.id for o in objects(tool, image) if o.type.startswith(_METADATA_TYPE)]
+    if not ids:
+        return None
+    argv = sif_argv(tool, "dump", str(ids[0]), str(image.absolute()))
+    return apptainer.capture_bytes(argv, what="reading the labels")
 
 
 def edit_metadata(document: dict[str, Any], labels: Mapping[str, str], help_text: str) -> None:
@@ -123,13 +169,10 @@ def relabel(
         edit_metadata(document, labels, help_text)
     except (ValueError, KeyError, TypeError):
         return False
-    path = scratch / _METADATA
+    path = scratch / METADATA
     path.write_text(json.dumps(document, indent="\t"), encoding="utf-8")
     apptainer.capture(sif_argv(tool, "del", id_, str(image)), what="replacing the labels")
-    argv = ["--datatype", _GENERIC_JSON, "--groupid", _GROUP, "--filename", _METADATA]
-    apptainer.capture(
-        sif_argv(tool, "add", *argv, str(image), str(path)), what="writing the labels"
-    )
+    add_json(tool, image, path)
     with contextlib.suppress(OSError):
         path.unlink()
     return True
@@ -138,11 +181,8 @@ def relabel(
 def read_labels(tool: Apptainer, image: Path) -> dict[str, str]:
     """Return an image's labels with our prefix, without the prefix."""
     labels: Any = {}
-    entries = [o for o in objects(tool, image) if o.type.startswith(_METADATA_TYPE)]
     try:
-        if entries:
-            argv = sif_argv(tool, "dump", str(entries[0].id), str(image.absolute()))
-            text = apptainer.capture(argv, what="reading the labels")
+        if (text := metadata(tool, image)) is not None:
             labels = json.loads(text)["data"]["attributes"].get("labels") or {}
         elif (content := read_file(tool, image, _LABELS)) is not None:
             labels = json.loads(content)
@@ -183,14 +223,7 @@ def read_file(tool: Apptainer, image: Path, path: str) -> bytes | None:
     hint = "install the package squashfs-tools, version 4.5 or newer"
     if program is None:
         raise UnavailableError("unsquashfs, which reads images, is not installed", hint=hint)
-    partitions = [o for o in objects(tool, image) if o.type.startswith(_PARTITION_TYPE)]
-    for partition in reversed(partitions):
-        if not partition.type.startswith(_SQUASHFS_TYPE):
-            raise ImageError(
-                f"{image} cannot be read: it has a partition that is not a squashfs "
-                f"({partition.type})",
-                hint="use an image made by 'dnictl build'",
-            )
+    for partition in reversed(partitions(tool, image)):
         argv = [program, "-offset", str(partition.start), "-cat", str(image.absolute()), path]
         try:
             return apptainer.capture_bytes(

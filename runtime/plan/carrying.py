@@ -41,6 +41,7 @@ def carry_over(prepared: CheckedChain, record: Record, state: RunState) -> Check
 
     ``state`` is that run's.
     """
+    record.check_no_release()
     record.compare_versions()
     name = record.name
     if state.active:

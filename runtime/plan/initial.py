@@ -20,6 +20,7 @@ from dni_runtime.errors import DataError, SpecError
 from dni_runtime.files import pinned, write_atomic
 from dni_runtime.run.cuts import complete_cuts, tensors_file
 from dni_runtime.run.record import Record
+from dni_runtime.run.releases import parse_name, unpacked
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import ChainSpec, InitSpec, LayerSpec, WorkerSpec
 from dni_runtime.spec.load import suggestion
@@ -54,7 +55,10 @@ def find_initial(chain: ChainSpec, workers: tuple[WorkerSpec, ...], base: Path) 
         explicit = chain.modules[worker.index].init is not None
         at = ("modules", worker.index, "init") if explicit else ("defaults", "init")
         if init.file not in stored:
-            stored[init.file] = dict(_stored(base / Path(init.file).expanduser(), (*at, "file")))
+            released, path = parse_name(init.file), base / Path(init.file).expanduser()
+            if released is not None and not path.exists():
+                path = unpacked(*released)
+            stored[init.file] = dict(_stored(path, (*at, "file")))
         weights[worker.module] = _matched(worker, init, stored[init.file], at)
     return weights
 

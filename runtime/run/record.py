@@ -13,6 +13,7 @@ from dni_runtime import __version__
 from dni_runtime.errors import CheckpointError, DataError, UsageError
 from dni_runtime.run.cuts import FORMAT as CHECKPOINT_FORMAT
 from dni_runtime.run.documents.records import FORMAT, RunHeader, RunRecord
+from dni_runtime.run.releases import parse_name, unpacked
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.replicas import modules_of
@@ -81,6 +82,15 @@ class Record(RunRecord):
                 "--trust, in Python trust=True",
             )
 
+    def check_no_release(self) -> None:
+        """Refuse to change a release, or to go on from training that it does not have."""
+        if self.release is not None:
+            raise UsageError(
+                f"{self.release} is a release: it does not change, and has no state of a training",
+                hint=f"begin a new run with its weights, init: {{file: '{self.release}'}}, or "
+                f"remove it: dnictl models --remove {self.release}",
+            )
+
     def specs(self) -> tuple[ChainSpec, tuple[WorkerSpec, ...]]:
         """Return the chain and the modules' specs, as of the run's creation."""
         try:
@@ -124,11 +134,21 @@ def list_runs(folder: Path) -> list[Record]:
 
 
 def find_run(name: str | None, folder: Path) -> Record:
-    """Find a run by path, name or beginning of its name; by default the caller's latest."""
+    """Find a run by path, name or beginning of its name, or a release, ``NAME:VERSION``.
+
+    By default it is the caller's latest run.
+    """
     if name is not None:
         for path in (Path(name), folder / name):
             if (path / "run.json").is_file():
                 return Record.read(path)
+        released = parse_name(name)
+        if released is not None:
+            if (unpacked(*released) / "run.json").is_file():
+                return Record.read(unpacked(*released))
+            raise UsageError(
+                f"there is no release {name!r} here", hint="see 'dnictl models', 'dnictl pull'"
+            )
         if os.sep in name:
             raise UsageError(f"{name!r} is not a run directory: it has no run.json")
     runs = list_runs(folder)

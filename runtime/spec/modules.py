@@ -68,7 +68,7 @@ class GroupSpec(Frozen):
 class InitSpec(Frozen):
     """Initial weights from a file."""
 
-    # An export, a state dict, or the directory of a run (its newest complete checkpoint).
+    # An export, a state dict, a run's directory (its newest complete checkpoint), or a release.
     file: str
     # Map from prefixes of the module's parameter names to prefixes in the file, as in ``{"0":
     # transformer.wte, "1": transformer.h.0}``; ``""`` matches all (default: the module's name, as

@@ -26,6 +26,7 @@ def check_removable(record: Record, state: RunState) -> None:
 
     Raises ``UsageError``, or ``UnavailableError`` if Slurm does not say whether its job is over.
     """
+    record.check_no_release()
     root, name = record.run.root, record.name
     if not record.is_callers:
         raise UsageError(f"run {str(root)!r} belongs to somebody else: only its owner removes it")

@@ -24,6 +24,7 @@ LEVELS = [
     {"schedulers"},
     {"supervise"},
     {"measure"},
+    {"release"},
     {"api"},
     {"dnictl"},
 ]

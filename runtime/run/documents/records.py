@@ -43,6 +43,7 @@ class RunRecord(RunHeader):
     chain_file: Path  # that it was started from
     data: Path | None = None  # folder or file of the head's data
     carried: Path | None = None  # the run whose state it goes on with
+    release: str | None = None  # NAME:VERSION, if it is one: it does not change
     serves: Path | None = None  # the run whose network it serves; None: it trains
     images: dict[str, Path] = Field(default_factory=dict)  # by module, for containers
     epochs: int  # requested

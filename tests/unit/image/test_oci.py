@@ -27,7 +27,7 @@ def chain(layout: Layout, *layers: bytes) -> Descriptor:
 
 
 def test_a_blob_lies_under_the_digest_of_its_content(layout: Layout) -> None:
-    blob = layout.add([b"ab", b"c"], "text/plain", {"a": "b"})
+    blob = layout.add_chunks(lambda: [b"ab", b"c"], "text/plain", {"a": "b"})
     assert blob.digest == "sha256:" + hashlib.sha256(b"abc").hexdigest()
     assert (blob.size, blob.note("a"), blob.note("b")) == (3, "b", None)
     assert layout.path(blob.digest).read_bytes() == b"abc"

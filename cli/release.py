@@ -1,0 +1,266 @@
+"""Commands on releases: ``release``, ``push``, ``pull``, ``models``, ``diff``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dni_runtime.errors import UsageError
+from dnictl.options import (
+    chosen_run,
+    complete_runs,
+    images_option,
+    json_option,
+    print_json,
+    runs_option,
+    tell,
+    trust_option,
+)
+from dnictl.show import Column, megabytes, print_table
+
+if TYPE_CHECKING:
+    from dni_runtime.image.oci import Descriptor
+    from dni_runtime.release.compare import Difference
+    from dni_runtime.release.report import Report
+
+_http_option = click.option(
+    "--plain-http", is_flag=True, help="The registry has no TLS (one on this host may have none)."
+)
+
+
+@click.command()
+@click.argument("run", required=False, shell_complete=complete_runs)
+@click.option("--name", help="Name of the release; by default the chain's.")
+@click.option("--version", required=True, help="Its version, as in 1.2.0.")
+@click.option("--from", "wanted", metavar="CUT",
+              help="Which checkpoint: its number, newest or best.")  # fmt: skip
+@click.option("--licence", "--license", metavar="SPDX", help="Licence of the weights.")
+@click.option("--key", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+              help="Private key in PEM form to sign with; by default your PGP key.")  # fmt: skip
+@click.option("--unsigned", is_flag=True, help="Do not sign it.")
+@images_option
+@runs_option
+@trust_option
+@json_option
+def release(
+    run: str | None,
+    name: str | None,
+    version: str,
+    wanted: str | None,
+    licence: str | None,
+    key: Path | None,
+    unsigned: bool,
+    images: Path,
+    runs: Path,
+    as_json: bool,
+) -> None:
+    """Make a named version of a trained chain.
+
+    Other machines pull and serve it. It has the chain's images, the weights of one checkpoint, the
+    user's sources and a report; it is signed as a whole, and does not change. The same run always
+    makes the same release.
+
+    \b
+    Examples:
+      dnictl release --name digits --version 1.2.0
+      dnictl push digits:1.2.0 oci://registry.example/models/digits
+    """
+    from dni_runtime.image.apptainer import usable_apptainer
+    from dni_runtime.release.make import release_run
+    from dni_runtime.release.signature import sign_release
+    from dni_runtime.release.store import Store
+
+    its, store, tool = chosen_run(run, runs), Store(), usable_apptainer()
+    its.check_trusted()
+    cut, damaged = its.choose_cut(wanted)
+    for problem in damaged:
+        tell(f"warning: {problem}; using checkpoint {cut}")
+    text = f"{name or its.record.chain}:{version}"
+    index = release_run(
+        store, its.record, cut, text, tool=tool, images=images.absolute(), licence=licence
+    )
+    if not unsigned:
+        sign_release(tool, store.layout, index, key)
+    store.add(index)
+    _show(text, store.report(index), index, as_json)
+
+
+@click.command()
+@click.argument("name", metavar="NAME:VERSION")
+@click.argument("address", metavar="oci://HOST/NAME[:VERSION]")
+@click.option("--sif", is_flag=True, help="Send its images instead, for 'apptainer pull oras://'.")
+@_http_option
+@json_option
+def push(name: str, address: str, sif: bool, plain_http: bool, as_json: bool) -> None:
+    """Send a release to a registry. What is there already is not sent again.
+
+    \b
+    Example:
+      dnictl push digits:1.2.0 oci://registry.example/models/digits
+    """
+    from dni_runtime.release import move
+    from dni_runtime.release.names import Address
+    from dni_runtime.release.registry import Repository
+    from dni_runtime.release.store import Store
+
+    target, moved = Address.parse(address), _Moved("sent")
+    if sif:
+        from dni_runtime.image.apptainer import usable_apptainer
+
+        images = move.push_images(usable_apptainer(), Store(), name, target, plain_http, moved)
+        for image in images:
+            click.echo(image)
+        return
+    there = move.push(Store(), name, target, Repository(target, plain_http=plain_http), moved)
+    if as_json:
+        print_json({"address": str(there), "sent_bytes": moved.bytes})
+        return
+    tell(f"{moved}")
+    click.echo(there)
+
+
+@click.command()
+@click.argument("address", metavar="oci://HOST/NAME:VERSION[@sha256:…]")
+@click.option("--key", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+              help="Its signer's public key in PEM form; by default your PGP keyring.")  # fmt: skip
+@click.option("--unsigned", is_flag=True, help="Take it whoever has written it.")
+@_http_option
+@json_option
+def pull(address: str, key: Path | None, unsigned: bool, plain_http: bool, as_json: bool) -> None:
+    """Fetch a release from a registry.
+
+    Its signature and all of its parts are checked. Then its name stands for a run: dnictl serve,
+    predict, export. An address with a digest (@sha256:…) needs no signature.
+
+    \b
+    Example:
+      dnictl pull oci://registry.example/models/digits:1.2.0
+    """
+    from dni_runtime.image.apptainer import find_apptainer
+    from dni_runtime.release import move
+    from dni_runtime.release.names import Address
+    from dni_runtime.release.registry import Repository
+    from dni_runtime.release.store import Store
+
+    if unsigned and key is not None:
+        raise UsageError("--key and --unsigned exclude each other")
+    source, store, moved = Address.parse(address), Store(), _Moved("fetched")
+    trust = move.Trust(None if unsigned or source.digest else find_apptainer(), key)
+    name = move.pull(store, source, Repository(source, plain_http=plain_http), trust, moved)
+    tell(f"{moved}")
+    index = store.find(name)
+    _show(name, store.report(index), index, as_json)
+
+
+@click.command()
+@click.argument("address", required=False, metavar="[oci://HOST/NAME]")
+@click.option("--remove", metavar="NAME:VERSION", help="Remove a release from this machine.")
+@_http_option
+@json_option
+def models(address: str | None, remove: str | None, plain_http: bool, as_json: bool) -> None:
+    """List the releases here, or in a registry.
+
+    \b
+    Examples:
+      dnictl models
+      dnictl models oci://registry.example/models/digits
+      dnictl models --remove digits:1.1.0
+    """
+    from dni_runtime.release.names import Address
+    from dni_runtime.release.store import Store
+
+    store = Store()
+    if address is not None:
+        from dni_runtime.release.registry import Repository
+
+        source = Address.parse(address)
+        tags = Repository(source, plain_http=plain_http).tags()
+        versions = sorted(tag for tag in tags if not tag.endswith(".sig"))
+        if as_json:
+            print_json({"versions": versions})
+        for version in () if as_json else versions:
+            click.echo(f"oci://{source.host}/{source.repository}:{version}")
+        return
+    if remove is not None:
+        freed = store.remove(remove)
+        tell(f"removed {remove}: {megabytes(freed)}")
+        return
+    reports = {name: (index, store.report(index)) for name, index in store.releases().items()}
+    if as_json:
+        print_json(
+            [
+                report.model_dump(mode="json") | {"digest": index.digest}
+                for index, report in reports.values()
+            ]
+        )
+        return
+    columns: list[Column[tuple[Descriptor, Report]]] = [
+        Column("release", lambda row: f"{row[1].name}:{row[1].version}"),
+        Column("figures", lambda row: _figures(row[1])),
+        Column("from", lambda row: row[1].run),
+        Column("digest", lambda row: row[0].digest[:19]),
+    ]
+    print_table(columns, list(reports.values()))
+
+
+@click.command()
+@click.argument("old", metavar="NAME:VERSION")
+@click.argument("new", metavar="NAME:VERSION")
+@json_option
+def diff(old: str, new: str, as_json: bool) -> None:
+    """Say how two releases differ.
+
+    In their settings and figures, and in parts of their images.
+
+    \b
+    Example:
+      dnictl diff digits:1.1.0 digits:1.2.0
+    """
+    from dni_runtime.release.compare import differences
+    from dni_runtime.release.store import Store
+
+    changes = differences(Store(), old, new)
+    if as_json:
+        print_json([{"what": what, "old": was, "new": now} for what, was, now in changes])
+        return
+    columns: list[Column[Difference]] = [
+        Column("what", lambda row: row[0]),
+        Column(old, lambda row: row[1]),
+        Column(new, lambda row: row[2]),
+    ]
+    print_table(columns, changes)
+    if not changes:
+        tell("they are the same")
+
+
+class _Moved:
+    """Says what is moved, and counts it."""
+
+    def __init__(self, verb: str) -> None:
+        self.bytes, self._verb, self._said = 0, verb, ""
+
+    def __call__(self, blob: Descriptor, count: int) -> None:
+        if blob.digest != self._said and blob.size > 1 << 20:
+            tell(f"{blob.digest[:19]}: {megabytes(blob.size)}")
+            self._said = blob.digest
+        self.bytes += count
+
+    def __str__(self) -> str:
+        return f"{self._verb} {megabytes(self.bytes)}"
+
+
+def _show(name: str, report: Report, index: Descriptor, as_json: bool) -> None:
+    if as_json:
+        print_json(report.model_dump(mode="json") | {"digest": index.digest})
+        return
+    click.echo(f"{name} {index.digest}")
+    click.echo(f"  {report.chain}, checkpoint {report.checkpoint} of {report.run}")
+    click.echo(f"  {_figures(report) or 'no figures'}")
+
+
+def _figures(report: Report) -> str:
+    return ", ".join(
+        f"{name} {value:.4g}" for name, value in report.figures.items() if value is not None
+    )

@@ -1,0 +1,20 @@
+"""Media types and annotations of releases: OCI's, CNCF ModelPack's for weights, and our own."""
+
+CHAIN = "application/vnd.dni.chain.v1+json"
+"""An index: a manifest for each module, and one for the run."""
+MODULE = "application/vnd.dni.module.v1+json"
+"""A module's manifest: what its image consists of; its config has labels and the serving spec."""
+RECORD = "application/vnd.dni.record.v1+json"
+"""The run's manifest: its files, the lock of the images, the report; its config has the front."""
+
+BASE = "application/vnd.dni.base.v1.squashfs"
+LAYER = "application/vnd.dni.layer.v1.squashfs"
+WEIGHTS = "application/vnd.cncf.model.weight.v1.raw"
+"""A safetensors file (github.com/modelpack/model-spec, ``docs/spec.md``)."""
+RUN = "application/vnd.dni.run.v1.tar"
+REPORT = "application/vnd.dni.report.v1+json"
+
+TITLE = "org.opencontainers.image.title"
+VERSION = "org.opencontainers.image.version"
+CREATED = "org.opencontainers.image.created"
+LICENSES = "org.opencontainers.image.licenses"

@@ -1,0 +1,126 @@
+"""Releases between the store and a registry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dni_runtime.errors import ImageError, UsageError
+from dni_runtime.image.apptainer import Apptainer
+from dni_runtime.image.lock import read_lock
+from dni_runtime.image.oci import INDEX, MANIFEST, Descriptor, Index, Manifest
+from dni_runtime.release.images import assembled
+from dni_runtime.release.kinds import TITLE
+from dni_runtime.release.names import Address, parse_local
+from dni_runtime.release.registry import Progress, Repository
+from dni_runtime.release.signature import signature_name, verify_release
+from dni_runtime.release.store import Store
+
+_SIF = "application/vnd.sylabs.sif.layer.v1.sif"  # what `apptainer push` writes
+_SIF_CONFIG = "application/vnd.sylabs.sif.config.v1+json"
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Whom to believe that a release is what it says."""
+
+    tool: Apptainer | None = None  # None: nobody is asked, unsigned releases are taken
+    key: Path | None = None  # a public one in PEM form; None: the user's PGP keyring
+
+
+def push(
+    store: Store, text: str, address: Address, repository: Repository, progress: Progress
+) -> Address:
+    """Send a release, with its signature if it has one; return its address, with the digest.
+
+    Raises:
+        UsageError: The registry has another release of this version.
+    """
+    index, version = store.find(text), parse_local(text)[1]
+    if address.digest is not None:
+        raise UsageError("a push has no digest", hint=f"oci://HOST/NAME:{version}")
+    tag = address.tag or version
+    there = repository.digest_of(tag)
+    if there is not None and there.digest != index.digest:
+        raise UsageError(
+            f"{address.host} has another {address.repository}:{tag} ({there.digest[:19]}…)",
+            hint="a release does not change: push it as another version",
+        )
+    layout = store.layout
+    signature = layout.names().get(signature_name(index))
+    if signature is not None:
+        for blob in layout.blobs(signature):
+            repository.send(layout, blob, progress)
+    for blob in layout.blobs(index):
+        if blob.media_type == MANIFEST:
+            repository.send_document(layout, blob, blob.digest)
+        else:
+            repository.send(layout, blob, progress)
+    if signature is not None:  # before the release can be found
+        repository.send_document(layout, signature, signature_name(index))
+    repository.send_document(layout, index, tag)
+    return replace(address, tag=tag, digest=index.digest)
+
+
+def push_images(
+    tool: Apptainer, store: Store, text: str, address: Address, plain_http: bool, progress: Progress
+) -> list[str]:
+    """Send each module's image as one file, as ``apptainer push`` does; return their addresses."""
+    sent, layout, tag = [], store.layout, address.tag or parse_local(text)[1]
+    images = assembled(tool, store, text)
+    lock = read_lock(images)
+    assert lock is not None
+    for module, entry in lock.modules.items():
+        target = replace(address, repository=f"{address.repository}/{module}")
+        repository = Repository(target, plain_http=plain_http)
+        blob = Descriptor(
+            media_type=_SIF, digest=f"sha256:{entry.sha256}", size=entry.size_bytes,
+            annotations={TITLE: entry.image},
+        )  # fmt: skip
+        config = layout.add(b"{}", _SIF_CONFIG)
+        manifest = layout.add(Manifest(config=config, layers=(blob,)).encode(), MANIFEST)
+        repository.send(layout, blob, progress, file=images / entry.image)
+        repository.send(layout, config)
+        repository.send_document(layout, manifest, tag)
+        sent.append(str(replace(target, tag=tag)).replace("oci://", "oras://"))
+    return sent
+
+
+def pull(
+    store: Store, address: Address, repository: Repository, trust: Trust, progress: Progress
+) -> str:
+    """Fetch a release, check it, and unpack it; return its name here.
+
+    What it may do is decided before it is fetched: its digest is the one that the address names, or
+    its signature is good. Everything else is checked by digests from there.
+
+    Raises:
+        ImageError: It is not signed by somebody whom the user knows, or is not what it should be.
+    """
+    if address.reference is None:
+        raise UsageError(f"{address} names no version", hint=f"see 'dnictl models {address}'")
+    layout = store.layout
+    index = fetch_index(store, address, repository)
+    if trust.tool is not None and address.digest is None:
+        tag = signature_name(index)
+        if repository.digest_of(tag) is not None:
+            signature = repository.fetch_document(layout, tag)
+            for blob in layout.blobs(signature):
+                repository.fetch(layout, blob)
+            layout.name({tag: signature})
+        verify_release(trust.tool, layout, index, trust.key)
+    for blob in layout.blobs(index):
+        repository.fetch(layout, blob, progress)
+    return store.add(index)
+
+
+def fetch_index(store: Store, address: Address, repository: Repository) -> Descriptor:
+    """Fetch an index and its manifests, which say what there is to fetch."""
+    assert address.reference is not None
+    layout = store.layout
+    index = repository.fetch_document(layout, address.reference)
+    if index.media_type != INDEX:
+        raise ImageError(f"{address} is no release", hint="an image is pulled with: apptainer pull")
+    for one in Index.parse(layout.read(index), str(address)).manifests:
+        repository.fetch_document(layout, one.digest)
+    return index

@@ -1,0 +1,63 @@
+"""Names of releases: ``digits:1.2.0`` here, ``oci://host/name:1.2.0`` in a registry."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from dni_runtime.errors import UsageError
+from dni_runtime.run.releases import parse_name
+
+_REPOSITORY = r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*"
+_ADDRESS = re.compile(
+    r"oci://(?P<host>[A-Za-z0-9.-]+(?::\d+)?|\[[0-9a-fA-F:]+\](?::\d+)?)"
+    rf"/(?P<repository>{_REPOSITORY})"
+    r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True)
+class Address:
+    """A release in a registry, or all of its versions."""
+
+    host: str
+    repository: str
+    tag: str | None = None
+    digest: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read an address; raises ``UsageError`` if it is none."""
+        match = _ADDRESS.fullmatch(text)
+        if match is None:
+            raise UsageError(
+                f"{text!r} is not the address of a release",
+                hint="oci://HOST/NAME:VERSION, or oci://HOST/NAME@sha256:…; names are lower-case",
+            )
+        return cls(**match.groupdict())
+
+    def __str__(self) -> str:
+        tag = f":{self.tag}" if self.tag else ""
+        return f"oci://{self.host}/{self.repository}{tag}{f'@{self.digest}' if self.digest else ''}"
+
+    @property
+    def reference(self) -> str | None:
+        """What names the release in its repository."""
+        return self.digest or self.tag
+
+
+def is_address(text: str) -> bool:
+    """Whether a release in a registry is meant."""
+    return text.startswith("oci://")
+
+
+def parse_local(text: str) -> tuple[str, str]:
+    """Return name and version of a release; raises ``UsageError``."""
+    parsed = parse_name(text)
+    if parsed is None:
+        raise UsageError(
+            f"{text!r} is not the name of a release",
+            hint="NAME:VERSION, as in digits:1.2.0; see 'dnictl models'",
+        )
+    return parsed

@@ -1,0 +1,311 @@
+"""Releases in an OCI registry: what is missing is sent or fetched, and goes on after a failure.
+
+Source: github.com/opencontainers/distribution-spec 1.1; credentials as docker-login(1) and
+``apptainer registry login`` store them; distribution.github.io, "Token authentication".
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urljoin
+
+import requests
+from requests.utils import parse_dict_header
+
+from dni_runtime.errors import ImageError, UnavailableError, UsageError
+from dni_runtime.image.oci import INDEX, MANIFEST, MOST_DOCUMENT_BYTES, Descriptor, Layout
+from dni_runtime.release.names import Address
+
+_CHUNK_BYTES = 16 << 20  # of an upload: what is lost at most when it is cut off
+_TIMEOUT_S = (20.0, 120.0)  # to connect; for each answer
+_LOOPBACK = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
+
+Progress = Callable[[Descriptor, int], None]
+"""Is told of each part of a blob that has been moved, by its bytes."""
+
+
+def _silent(blob: Descriptor, count: int) -> None:
+    pass
+
+
+class Repository:
+    """One repository of a registry."""
+
+    def __init__(self, address: Address, *, plain_http: bool = False) -> None:
+        self.address = address
+        self._session = requests.Session()
+        # As pip and Apptainer find a private authority; else the usual ones.
+        names = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
+        self._session.verify = next((os.environ[n] for n in names if os.environ.get(n)), True)
+        self._token: str | None = None
+        local = _LOOPBACK.fullmatch(address.host) is not None
+        self._schemes = ("http",) if plain_http else ("https", "http") if local else ("https",)
+        self._base = ""
+
+    def digest_of(self, reference: str) -> Descriptor | None:
+        """Return what a tag or a digest names; None if there is nothing."""
+        answer = self._ask("HEAD", f"manifests/{reference}", accept=True, missing=True)
+        if answer is None:
+            return None
+        return self._described(answer, reference)
+
+    def fetch_document(self, layout: Layout, reference: str) -> Descriptor:
+        """Fetch a manifest or an index; raises ``UsageError`` if there is none."""
+        answer = self._ask("GET", f"manifests/{reference}", accept=True, missing=True)
+        if answer is None:
+            raise UsageError(
+                f"{self.address.host} has no {self.address.repository}:{reference}",
+                hint=f"see 'dnictl models oci://{self.address.host}/{self.address.repository}'",
+            )
+        if len(answer.content) > MOST_DOCUMENT_BYTES:
+            raise ImageError(f"the manifest of {self.address} has {len(answer.content)} bytes")
+        blob = layout.add(answer.content, answer.headers.get("Content-Type", "").split(";")[0])
+        if reference.startswith("sha256:") and blob.digest != reference:
+            raise ImageError(f"{self.address.host} sent another manifest than {reference}")
+        return blob
+
+    def tags(self) -> list[str]:
+        """Return the names of what is there."""
+        found: list[str] = []
+        path: str | None = "tags/list?n=1000"
+        while path is not None:
+            answer = self._ask("GET", path, missing=True)
+            if answer is None:
+                break
+            found += answer.json().get("tags") or []
+            following = answer.links.get("next")
+            path = None if following is None else urljoin(answer.url, following["url"])
+        return found
+
+    def fetch(self, layout: Layout, blob: Descriptor, progress: Progress = _silent) -> None:
+        """Fetch a blob, from where an earlier try was cut off; check its digest."""
+        if layout.has(blob):
+            return
+        partial = layout.root / f"{blob.digest.removeprefix('sha256:')}.part"
+        sha256, size = hashlib.sha256(), 0
+        with partial.open("a+b") as file:
+            file.seek(0)
+            while chunk := file.read(1 << 20):
+                sha256.update(chunk)
+                size += len(chunk)
+            headers = {"Range": f"bytes={size}-"} if size else {}
+            if size < blob.size:
+                answer = self._ask("GET", f"blobs/{blob.digest}", headers=headers, stream=True)
+                assert answer is not None
+                with answer, self._naming_failures():
+                    if size and answer.status_code != 206:
+                        file.truncate(0)
+                        sha256, size = hashlib.sha256(), 0
+                    for chunk in answer.iter_content(1 << 20):
+                        size += len(chunk)
+                        if size > blob.size:
+                            break
+                        sha256.update(chunk)
+                        file.write(chunk)
+                        progress(blob, len(chunk))
+        if size != blob.size or f"sha256:{sha256.hexdigest()}" != blob.digest:
+            if size >= blob.size:
+                partial.unlink()
+            raise ImageError(
+                f"{self.address.host} sent {size} bytes that are not {blob.digest}",
+                hint="try again; if it stays so, the registry's copy is damaged",
+            )
+        layout.take(partial, blob)
+
+    def send(
+        self,
+        layout: Layout,
+        blob: Descriptor,
+        progress: Progress = _silent,
+        *,
+        file: Path | None = None,  # that has its content; by default the layout's
+    ) -> None:
+        """Send a blob, unless it is there, from where an earlier try was cut off."""
+        if self._ask("HEAD", f"blobs/{blob.digest}", missing=True) is not None:
+            return
+        key = f"{self.address.host}/{self.address.repository}/{blob.digest}"
+        note = layout.root / f"{hashlib.sha256(key.encode()).hexdigest()}.upload"
+        url, sent = self._begun(note)
+        with (file or layout.path(blob.digest)).open("rb") as content:
+            content.seek(sent)
+            progress(blob, sent)
+            while chunk := content.read(_CHUNK_BYTES):
+                headers = {
+                    "Content-Type": "application/octet-stream",
+                    "Content-Range": f"{sent}-{sent + len(chunk) - 1}",
+                }
+                answer = self._ask("PATCH", url, data=chunk, headers=headers)
+                assert answer is not None
+                url, sent = urljoin(answer.url, answer.headers["Location"]), sent + len(chunk)
+                note.write_text(url)
+                progress(blob, len(chunk))
+        self._ask("PUT", f"{url}{'&' if '?' in url else '?'}digest={blob.digest}", data=b"")
+        note.unlink(missing_ok=True)
+
+    def send_document(self, layout: Layout, blob: Descriptor, reference: str) -> None:
+        """Send a manifest or an index, and name it."""
+        headers = {"Content-Type": blob.media_type}
+        self._ask("PUT", f"manifests/{reference}", data=layout.read(blob), headers=headers)
+
+    def _begun(self, note: Path) -> tuple[str, int]:
+        """Return where an upload goes on, and after how many bytes."""
+        if note.is_file():
+            answer = self._ask("GET", note.read_text(), missing=True)
+            if answer is not None and answer.status_code == 204:
+                last = answer.headers.get("Range", "0-0").rpartition("-")[2]
+                url = urljoin(answer.url, answer.headers.get("Location", answer.url))
+                return url, int(last) + 1 if int(last) else 0
+        answer = self._ask("POST", "blobs/uploads/", data=b"")
+        assert answer is not None
+        return urljoin(answer.url, answer.headers["Location"]), 0
+
+    def _described(self, answer: requests.Response, reference: str) -> Descriptor:
+        digest = answer.headers.get("Docker-Content-Digest", reference)
+        kind = answer.headers.get("Content-Type", "").split(";")[0]
+        size = int(answer.headers.get("Content-Length", 0))
+        return Descriptor.model_validate({"mediaType": kind, "digest": digest, "size": size})
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        data: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        stream: bool = False,
+        accept: bool = False,
+        missing: bool = False,  # None if there is no such thing
+    ) -> requests.Response | None:
+        headers = dict(headers or {}) | ({"Accept": f"{INDEX}, {MANIFEST}"} if accept else {})
+        with self._naming_failures():
+            if not self._base:
+                self._base = self._root()
+            url = path if path.startswith("http") else f"{self._base}{path}"
+            for _ in range(2):
+                answer = self._session.request(
+                    method, url, data=data, headers=headers, stream=stream,
+                    auth=self._authorize, timeout=_TIMEOUT_S,
+                )  # fmt: skip
+                if answer.status_code != 401 or not self._log_in(answer):
+                    break
+        if missing and answer.status_code == 404:
+            return None
+        if answer.status_code in (401, 403):
+            raise UsageError(
+                f"{self.address.host} does not let you {_verb(method)} {self.address.repository} "
+                f"({answer.status_code})",
+                hint=f"apptainer registry login docker://{self.address.host}, or docker login "
+                f"{self.address.host}",
+            )
+        if answer.status_code >= 400:
+            raise UnavailableError(
+                f"{self.address.host} answers {answer.status_code} to {method} {path}: "
+                f"{_said(answer)}"
+            )
+        return answer
+
+    def _root(self) -> str:
+        """Return the repository's address, by the first scheme that is answered."""
+        *others, last = self._schemes
+        for scheme in others:
+            try:
+                self._session.get(f"{scheme}://{self.address.host}/v2/", timeout=_TIMEOUT_S)
+                last = scheme
+                break
+            except requests.ConnectionError as error:
+                if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                    raise
+        return f"{last}://{self.address.host}/v2/{self.address.repository}/"
+
+    @contextlib.contextmanager
+    def _naming_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except requests.exceptions.SSLError as error:
+            raise UnavailableError(
+                f"the certificate of {self.address.host} is not trusted: {error}",
+                hint="name your site's authority with SSL_CERT_FILE",
+            ) from error
+        except requests.RequestException as error:
+            raise UnavailableError(
+                f"{self.address.host} cannot be reached, or was cut off: {error}",
+                hint="the same command goes on where it was",
+            ) from error
+
+    def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        """Add what was agreed with this registry; without it, requests would read ~/.netrc."""
+        if self._token is not None and str(request.url).startswith(self._base):
+            request.headers["Authorization"] = self._token
+        return request
+
+    def _log_in(self, answer: requests.Response) -> bool:
+        """Get what the registry asks for; return whether to try again."""
+        scheme, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
+        known, before = credentials(self.address.host), self._token
+        if scheme.lower() == "basic" and known is not None:
+            self._token = f"Basic {known}"
+        elif scheme.lower() == "bearer":
+            asked = parse_dict_header(rest)
+            realm = asked.get("realm") or ""
+            query = {key: asked[key] for key in ("service", "scope") if key in asked}
+            secure = realm.startswith("https://") or self._base.startswith("http://")
+            headers = {"Authorization": f"Basic {known}"} if known and secure else {}
+            given = self._session.get(
+                realm, params=query, headers=headers, auth=lambda same: same, timeout=_TIMEOUT_S
+            )
+            if given.ok:
+                document = given.json()
+                self._token = f"Bearer {document.get('token') or document.get('access_token')}"
+        return self._token not in (None, before)
+
+
+def credentials(host: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """Return ``user:password`` for a registry in base64, as Docker, Apptainer or Podman keep it."""
+    environ = os.environ if environ is None else environ
+    home = Path(environ.get("HOME", "/"))
+    apptainer = Path(environ.get("APPTAINER_CONFIGDIR") or home / ".apptainer")
+    files = [
+        Path(environ.get("DOCKER_CONFIG") or home / ".docker") / "config.json",
+        apptainer / "config.json",  # by Apptainer 1.4
+        apptainer / "docker-config.json",
+    ]
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        files.append(Path(runtime, "containers/auth.json"))
+    for file in files:
+        try:
+            config: dict[str, Any] = json.loads(file.read_bytes())
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{file} cannot be read: {error}") from None
+        helper = config.get("credHelpers", {}).get(host) or config.get("credsStore")
+        entry = config.get("auths", {}).get(host) or {}
+        if entry.get("auth"):
+            return str(entry["auth"])
+        program = helper and shutil.which(f"docker-credential-{helper}", path=environ.get("PATH"))
+        if program:
+            done = subprocess.run([program, "get"], input=host.encode(), capture_output=True)
+            if done.returncode == 0:
+                said = json.loads(done.stdout)
+                return base64.b64encode(f"{said['Username']}:{said['Secret']}".encode()).decode()
+    return None
+
+
+def _verb(method: str) -> str:
+    return "read" if method in ("GET", "HEAD") else "write to"
+
+
+def _said(answer: requests.Response) -> str:
+    with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
+        return str(answer.json()["errors"][0]["message"])
+    return answer.reason

@@ -1,0 +1,182 @@
+"""The releases that were made or pulled here: an OCI layout, and each unpacked as a run."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from dni_runtime.errors import ImageError, UsageError
+from dni_runtime.image.oci import Descriptor, Index, Layout, Manifest
+from dni_runtime.image.scratch import scratch_folder
+from dni_runtime.image.sif import copy_image
+from dni_runtime.release.kinds import MODULE, RECORD, REPORT, RUN, TITLE, VERSION, WEIGHTS
+from dni_runtime.release.names import parse_local
+from dni_runtime.release.report import Report
+from dni_runtime.run.cuts import cut_folders, tensors_file, verify
+from dni_runtime.run.record import Record
+from dni_runtime.run.releases import store_folder
+from dni_runtime.run.rundir import RunDir
+
+MOST_RUN_BYTES = 256 << 20
+"""Maximum size of a release's run without its weights: sources and figures."""
+
+IMAGES = "images"
+"""The folder of a release's images, in its run directory."""
+
+_FILES = frozenset({"run.json", "chain.yaml", "chain.json"})
+_FOLDERS = frozenset({"specs", "src", "checkpoints", "exits", "metrics"})
+
+
+class Store:
+    """A folder of releases."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = store_folder() if root is None else root
+        self.layout = Layout(self.root / "oci").create()
+
+    @classmethod
+    def of(cls, run: Path) -> Store | None:
+        """Return the store that a release's run directory is in; None if it is another run's."""
+        return cls() if run.parent.parent == store_folder() else None
+
+    def name_of(self, run: Path) -> str:
+        """Return the name of a release, by its run directory."""
+        return f"{run.parent.name}:{run.name}"
+
+    def releases(self) -> dict[str, Descriptor]:
+        """Return the index of each release, by ``NAME:VERSION``."""
+        return {name: blob for name, blob in self.layout.names().items() if ":" in name}
+
+    def find(self, text: str) -> Descriptor:
+        """Return the index of a release; raises ``UsageError``."""
+        parse_local(text)
+        blob = self.releases().get(text)
+        if blob is None:
+            there = ", ".join(self.releases())
+            raise UsageError(
+                f"there is no release {text!r} here",
+                hint=f"there are {there}" if there else "'dnictl release' makes one",
+            )
+        return blob
+
+    def folder(self, text: str) -> Path:
+        """Return the run directory of a release."""
+        name, version = parse_local(text)
+        return self.root / name / version
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """Give a folder on the disk of the releases."""
+        with scratch_folder(self.root, ".new-") as folder:
+            yield folder
+
+    def report(self, index: Descriptor) -> Report:
+        """Return what a release says of itself."""
+        _, manifests = self.layout.manifests(index)
+        return Report.model_validate_json(self.layout.read(_layer(_record(manifests), REPORT)))
+
+    def check_new(self, text: str, digest: str) -> bool:
+        """Refuse another release of the same name; return whether this one is not yet there."""
+        there = self.releases().get(text)
+        if there is not None and there.digest != digest:
+            raise UsageError(
+                f"there is another release {text} already ({there.digest[:19]}…)",
+                hint="a release does not change: use another --version, or remove the old one "
+                f"with 'dnictl models --remove {text}'",
+            )
+        return there is None
+
+    def add(self, index: Descriptor) -> str:
+        """Check all of a release, unpack it, and give it the name that it says; return that.
+
+        Raises:
+            UsageError: Another one has that name.
+            ImageError: It is damaged, or no release.
+        """
+        document, manifests = self.layout.manifests(index)
+        notes = document.annotations or {}
+        text = f"{notes.get(TITLE)}:{notes.get(VERSION)}"
+        name, _ = parse_local(text)
+        self.check_new(text, index.digest)
+        for blob in self.layout.blobs(index):
+            for _ in self.layout.chunks(blob):
+                pass  # that reads it whole, and compares its digest
+        report = self.report(index)
+        if f"{report.name}:{report.version}" != text:
+            raise ImageError(f"the report of {text} is of {report.name}:{report.version}")
+        with self.scratch() as scratch:
+            root = scratch / "run"
+            self._unpack(document, manifests, root)
+            target = self.folder(text)
+            (self.root / name).mkdir(exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)
+            root.rename(target)
+        self.layout.name({text: index.model_copy(update={"annotations": None})})
+        return text
+
+    def remove(self, text: str) -> int:
+        """Forget a release; return the bytes that nothing else needed."""
+        index = self.find(text)
+        shutil.rmtree(self.folder(text), ignore_errors=True)
+        signature = f"{index.digest.replace(':', '-')}.sig"
+        self.layout.name({text: None, signature: None})
+        return self.layout.collect()
+
+    def _unpack(self, index: Index, manifests: tuple[Manifest, ...], root: Path) -> None:
+        run = RunDir(root)
+        run.create()
+        blob = _layer(_record(manifests), RUN)
+        if blob.size > MOST_RUN_BYTES:
+            raise ImageError(f"the run of the release has {blob.size} bytes")
+        _extract(b"".join(self.layout.chunks(blob)), root)
+        record = Record.read(root)
+        cuts = list(cut_folders(run))
+        modules = {
+            (one.annotations or {}).get(TITLE, ""): one
+            for one in manifests
+            if one.artifact_type == MODULE
+        }
+        if len(cuts) != 1 or set(modules) != set(record.modules):
+            raise ImageError("the release and its run have different modules")
+        for module, manifest in modules.items():
+            weights = self.layout.path(_layer(manifest, WEIGHTS).digest)
+            copy_image(weights, tensors_file(run.checkpoint(cuts[0], module)))
+        verify(run, cuts[0], record.modules)
+
+
+def _record(manifests: tuple[Manifest, ...]) -> Manifest:
+    for manifest in manifests:
+        if manifest.artifact_type == RECORD:
+            return manifest
+    raise ImageError("this is no release: it has no run", hint="'dnictl release' makes one")
+
+
+def _layer(manifest: Manifest, media_type: str) -> Descriptor:
+    for layer in manifest.layers:
+        if layer.media_type == media_type:
+            return layer
+    raise ImageError(f"the release lacks {media_type}")
+
+
+def _extract(archive: bytes, root: Path) -> None:
+    """Write the plain files of a tar file that a run may have; anything else is refused."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as files:
+            for entry in files:
+                inner = PurePosixPath(entry.name)
+                first, *others = inner.parts or ("",)
+                allowed = first in _FOLDERS if others else first in _FILES
+                if not (entry.isreg() and allowed) or ".." in inner.parts:
+                    raise ImageError(f"a run of a release may not have {entry.name!r}")
+                target = root / inner
+                target.parent.mkdir(parents=True, exist_ok=True)
+                content = files.extractfile(entry)
+                assert content is not None
+                with target.open("xb") as file:
+                    shutil.copyfileobj(content, file)
+    except (tarfile.TarError, FileExistsError) as error:
+        raise ImageError(f"the run of the release is damaged: {error}") from error

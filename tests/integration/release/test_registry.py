@@ -1,0 +1,143 @@
+"""Registries: passwords, tokens, and what they say when they refuse.
+
+A stand-in for a registry whose tokens come from another server, as those of Docker Hub and GitHub;
+tests/e2e/test_release.py talks to a real one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from dni_runtime.errors import UnavailableError, UsageError
+from dni_runtime.image.oci import Layout
+from dni_runtime.release.names import Address
+from dni_runtime.release.registry import Repository, credentials
+
+
+def write(path: Path, document: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document))
+
+
+def test_docker_apptainer_and_podman_keep_them(tmp_path: Path) -> None:
+    home, runtime = tmp_path / "home", tmp_path / "runtime"
+    environ = {"HOME": str(home), "XDG_RUNTIME_DIR": str(runtime)}
+    assert credentials("host", environ) is None
+    write(runtime / "containers/auth.json", {"auths": {"host": {"auth": "podman"}}})
+    assert credentials("host", environ) == "podman"
+    write(home / ".apptainer/docker-config.json", {"auths": {"host": {"auth": "apptainer"}}})
+    assert credentials("host", environ) == "apptainer"
+    write(home / ".docker/config.json", {"auths": {"host": {"auth": "docker"}, "b": {}}})
+    assert credentials("host", environ) == "docker"
+    assert credentials("b", environ) is None
+    assert credentials("host", {**environ, "DOCKER_CONFIG": str(tmp_path)}) == "apptainer"
+
+
+def test_a_helper_is_asked(tmp_path: Path) -> None:
+    helper = tmp_path / "docker-credential-vault"
+    said = '{"Username": "me", "Secret": "%s"}'
+    helper.write_text(f"#!/bin/sh\n[ $1 = get ] && printf '{said}' $(cat)\n")
+    helper.chmod(0o755)
+    write(tmp_path / "config.json", {"credHelpers": {"host": "vault"}})
+    environ = {"DOCKER_CONFIG": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    assert credentials("host", environ) == "bWU6aG9zdA=="  # me:host
+    assert credentials("other", environ) is None
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"config\.json cannot be read"):
+        credentials("host", {"DOCKER_CONFIG": str(tmp_path)})
+
+
+class Registry(BaseHTTPRequestHandler):
+    """Gives tokens to those who know the password, and names of releases to those with a token."""
+
+    asked: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_GET(self) -> None:
+        url, given = urlsplit(self.path), self.headers.get("Authorization")
+        self.asked.append((url.path, given))
+        host = self.headers["Host"]
+        if url.path == "/token":
+            scope = parse_qs(url.query)["scope"]
+            assert scope == ["repository:digits:pull"]
+            self.answer(200, {"token": "t"} if given == "Basic bWU6c2VjcmV0" else {"token": "none"})
+        elif url.path == "/v2/":
+            self.answer(401, {})
+        elif given != "Bearer t":
+            said = f'Bearer realm="http://{host}/token",service="s",scope="repository:digits:pull"'
+            self.answer(401, {}, {"WWW-Authenticate": said})
+        elif url.path == "/v2/digits/tags/list" and "last" not in url.query:
+            more = {"Link": '</v2/digits/tags/list?last=1&n=1>; rel="next"'}
+            self.answer(200, {"tags": ["1"]}, more)
+        elif url.path == "/v2/digits/tags/list":
+            self.answer(200, {"tags": ["2"]})
+        else:
+            self.answer(500, {"errors": [{"message": "the disk is full"}]})
+
+    do_HEAD = do_GET
+
+    def answer(self, status: int, document: object, headers: dict[str, str] | None = None) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
+    for name in ("DOCKER_CONFIG", "APPTAINER_CONFIGDIR", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    # A registry's passwords are its own: nobody else's are sent there.
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login other password other")
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    Registry.asked.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Registry)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield Address(f"127.0.0.1:{server.server_port}", "digits")
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_token_is_got_with_the_password_and_used_again(address: Address, tmp_path: Path) -> None:
+    write(tmp_path / "config.json", {"auths": {address.host: {"auth": "bWU6c2VjcmV0"}}})
+    repository = Repository(address)
+    assert repository.tags() == ["1", "2"]
+    used = [given for path, given in Registry.asked if path.startswith("/v2/digits")]
+    assert used == [None, "Bearer t", "Bearer t"]
+    assert [given for path, given in Registry.asked if path == "/token"] == ["Basic bWU6c2VjcmV0"]
+
+
+def test_without_a_password_the_hint_says_how_to_give_one(address: Address) -> None:
+    with pytest.raises(UsageError, match=r"does not let you read digits \(401\)") as caught:
+        Repository(address).tags()
+    assert f"docker login {address.host}" in str(caught.value.hint)
+    assert {given for path, given in Registry.asked if path == "/token"} == {None}
+
+
+def test_what_a_registry_says_is_passed_on(address: Address, tmp_path: Path) -> None:
+    write(tmp_path / "config.json", {"auths": {address.host: {"auth": "bWU6c2VjcmV0"}}})
+    with pytest.raises(UnavailableError, match=r"answers 500 to GET .*: the disk is full"):
+        Repository(address).fetch_document(Layout(tmp_path / "oci").create(), "1")
+
+
+def test_a_registry_that_is_not_there_is_named() -> None:
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1 cannot be reached"):
+        Repository(Address("127.0.0.1:1", "digits")).tags()
