@@ -48,7 +48,7 @@ def draw_curves(title: str, panels: Sequence[Panel]) -> Figure:
             axes.annotate("best", panel.best, textcoords="offset points", xytext=(4, 6))
         axes.grid(alpha=0.3)
         if number == 1 and len(panel.curves) > 1:  # below, where it hides no curve
-            columns = min(len(panel.curves), 6)
+            columns = min(len(panel.curves), 2 * len(panels))
             figure.legend(loc="outside lower center", fontsize="small", ncols=columns)
     figure.suptitle(title)
     return figure

@@ -18,6 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dni_runtime.measure.compare import Trial, panels
+from dni_runtime.measure.curves import draw_curves, save_figure
+
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = {
     "none": "none",
@@ -36,6 +39,13 @@ METHODS = {
 }
 CONVOLUTIONAL = {"cDNI": "synthetic"}
 """Methods that are another one in convolutional networks."""
+LABELS = {
+    "backprop": "backpropagation",
+    "none": "none (not trained)",
+    "cDNI": "synthetic (cDNI)",
+    "mixed": "mixed (default)",
+}
+"""What a figure calls methods, if it is something else."""
 WIDTH = 256
 CHANNELS = 16, 32
 
@@ -140,6 +150,15 @@ def table(results: dict[int, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def draw(document: dict[str, Any], file: Path) -> None:
+    """Draw the learning curves of one depth, means over seeds."""
+    trials = [Trial(**one) for one in document["trials"]]
+    by_epoch = panels(trials, document["metric"])[0]
+    curves = {LABELS.get(label, label): points for label, points in by_epoch.curves.items()}
+    title = f"{document['chain']}: means of {document['rows'][0]['trials']} trainings"
+    save_figure(draw_curves(title, [by_epoch._replace(curves=curves)]), file)
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -153,6 +172,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--window", type=int, default=4, help="batches in flight on a link")
+    parser.add_argument("--figure", type=Path, help="draw the last depth's learning curves")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "paper")
     parser.add_argument("--mnist", help="folder of the four IDX files (default: fetched)")
     arguments = parser.parse_args()
@@ -181,7 +201,10 @@ def main() -> None:
     arguments = parse()
     data = folder_of(arguments.data, arguments.mnist)
     depths = [int(depth) for depth in arguments.layers.split(",")]
-    print(table({depth: compare(arguments, depth, data) for depth in depths}))
+    results = {depth: compare(arguments, depth, data) for depth in depths}
+    print(table(results))
+    if arguments.figure is not None:
+        draw(results[depths[-1]], arguments.figure)
 
 
 if __name__ == "__main__":

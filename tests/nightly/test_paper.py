@@ -41,6 +41,7 @@ def test_one_depth(mnist: Path, tmp_path: Path) -> None:
     command = [
         sys.executable, EXPERIMENTS / "reproduce_paper.py", "--layers", "2", "--seeds", "1",
         "--epochs", "1", "--methods", "none,cDNI", "--mnist", mnist, "--out", tmp_path / "out",
+        "--figure", tmp_path / "curves.png",
     ]  # fmt: skip
     done = run(command)
     assert done.returncode == 0, done.stderr
@@ -50,6 +51,7 @@ def test_one_depth(mnist: Path, tmp_path: Path) -> None:
     assert accuracy["none"] < accuracy["cDNI"]
     again = run(command)
     assert again.stdout.splitlines()[-1] == done.stdout.splitlines()[-1], "nothing is trained again"
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_unlocked(mnist: Path, tmp_path: Path) -> None:
