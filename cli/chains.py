@@ -90,12 +90,13 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
     prepared = prepare(chain, data=data)
     looked = prepared.looked
     assert looked is not None
-    from dni_runtime.plan.host import exposure
+    from dni_runtime.plan.host import exposure, slow_bfloat16
     from dni_runtime.resolve.advice import advice
     from dni_runtime.resolve.resolve import parameter_counts
 
     workers = prepared.workers
-    warnings = [*looked.warnings, *advice(workers), *filter(None, [exposure(prepared.chain)])]
+    of_host = filter(None, [exposure(prepared.chain), slow_bfloat16(workers)])
+    warnings = [*looked.warnings, *advice(workers), *of_host]
     counts = parameter_counts(workers)
     losses = [item.loss.name for item in prepared.chain.losses or ()]
     loss = " + ".join(losses) or prepared.chain.loss.name

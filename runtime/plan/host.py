@@ -35,6 +35,7 @@ _VERBS_LIBRARIES = (
     "libibverbs.so.1", "librdmacm.so.1", "libmlx5.so.1", "libmlx4.so.1", "libefa.so.1",
     "libnl-3.so.200", "libnl-route-3.so.200",
 )  # fmt: skip
+_CPUINFO = Path("/proc/cpuinfo")
 _MOST_HASHED = 8  # images at once, to spare a shared file system
 _LIBRARY_FOLDERS = ("usr/lib64", "lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
 
@@ -67,12 +68,13 @@ def check_host(
         )
     site = _choose(workers, settings, chain.image.require_signed)
     job = settings.job
-    warning = exposure(chain, None if job is None else job.settings.interface)
+    exposed = exposure(chain, None if job is None else job.settings.interface)
+    warnings = filter(None, [exposed, None if settings.elsewhere else slow_bfloat16(workers)])
     site = replace(
         site,
         data=data,
         files=tuple(path for path in (*paths, labels) if path is not None and path.is_file()),
-        notices=(*(() if warning is None else (f"warning: {warning}",)), *site.notices),
+        notices=(*(f"warning: {warning}" for warning in warnings), *site.notices),
         sockets=socket_path(settings.run),
         python=sys.executable,
         python_path=os.environ.get("PYTHONPATH", ""),
@@ -105,6 +107,17 @@ def exposure(chain: ChainSpec, interface: str | None = None) -> str | None:
     return (
         f"{cause}: anyone who can reach {interface!r} can read {what}, and take part in its "
         "training"
+    )
+
+
+def slow_bfloat16(workers: Sequence[WorkerSpec]) -> str | None:
+    """Return the warning for bfloat16 on a processor that does not compute with it."""
+    modules = [w.module for w in workers if w.device == "cpu" and w.precision == "bfloat16"]
+    if not modules or not _CPUINFO.is_file() or "bf16" in _CPUINFO.read_text():
+        return None
+    return (
+        f"'precision: bfloat16' of {', '.join(map(repr, modules))}: this processor has no "
+        "avx512_bf16 or amx_bf16, and convolutions take 25 times as long as in float32"
     )
 
 

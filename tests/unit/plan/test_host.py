@@ -47,6 +47,26 @@ def test_processes_need_nothing(chain: ChainSpec, workers: tuple[WorkerSpec, ...
     assert (site.backend, site.mounts, site.notices) == ("process", (), ())
 
 
+@pytest.mark.parametrize(
+    ("flags", "settings", "warned"),
+    [
+        ("avx512f", {}, True),
+        ("avx512f avx512_bf16", {}, False),
+        ("avx512f", {"scheduler": "ssh"}, False),
+    ],
+)
+def test_bfloat16_is_slow_on_some_processors(
+    chain: ChainSpec, workers: tuple[WorkerSpec, ...], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, flags: str, settings: dict[str, Any], *, warned: bool,
+) -> None:  # fmt: skip
+    (tmp_path / "cpuinfo").write_text(f"processor: 0\nflags: fpu {flags}\n")
+    monkeypatch.setattr(host, "_CPUINFO", tmp_path / "cpuinfo")
+    first, *others = workers
+    workers = (first.model_copy(update={"precision": "bfloat16"}), *others)
+    notices = check(chain, workers, **settings).notices
+    assert [first.module in one and "avx512_bf16" in one for one in notices] == [True] * warned
+
+
 def test_data_that_is_gone(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
     with pytest.raises(DataError, match=r"chain.yaml:7: .*'/gone' does not exist"):
         check(chain, workers, data=Path("/gone"))
