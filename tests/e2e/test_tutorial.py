@@ -33,10 +33,15 @@ def accuracy(printed: str) -> float:
     return sum(row[n] for n, row in enumerate(counts)) / 600
 
 
-def test_from_a_script_to_a_chain_and_back(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> str:
+    """What the script printed that makes the chain and trains it; its files lie in the folder."""
+    return shell(commands(PAGE, "The same as a chain"), folder)
+
+
+def test_from_a_script_to_a_chain_and_back(folder: Path, trained: str) -> None:
     by_hand = accuracy(python("script.py", folder))
-    shown = shell(commands(PAGE, "The same as a chain"), folder)
-    assert accuracy(shown.split("\n\n")[0]) > by_hand - 0.05
+    assert accuracy(trained.split("\n\n")[0]) > by_hand - 0.05
     shell(commands(PAGE, "Train it on"), folder)
     first, second = [Run.open(one) for one in sorted((folder / "runs").iterdir())]
     assert first.status().epoch == 6
@@ -46,10 +51,12 @@ def test_from_a_script_to_a_chain_and_back(folder: Path) -> None:
     python("afterwards.py", folder)
 
 
+@pytest.mark.usefixtures("trained")
 def test_on_a_cluster(folder: Path) -> None:
     assert "#SBATCH --nodes=1" in shell(commands(PAGE, "On a cluster"), folder)
 
 
 @pytest.mark.apptainer
+@pytest.mark.usefixtures("trained")
 def test_in_containers(folder: Path, tool: Apptainer) -> None:
     assert "finished after" in shell(commands(PAGE, "In containers"), folder)
