@@ -24,7 +24,8 @@ LABELS = ("label", "labels")
 
 _ONE_SHAPE = (
     "all samples need one shape and one type, as links and gradient interfaces have a fixed size: "
-    "pad to one length in the data set or in 'data.collate' (not to the longest of each batch)"
+    "pad to one length in the data set or in 'data.collate' (as transformers' collators do with "
+    "'padding: max_length'), not to the longest of each batch"
 )
 
 
