@@ -116,6 +116,9 @@ def _setting(settings: Mapping[str, Mapping[str, Any]], path: str, row: RunFigur
 def status(run: str | None, runs: Path, watch: bool, prometheus: bool, as_json: bool) -> None:
     """Show a run: its state, and the figures of each module.
 
+    cosine: how alike predicted and true gradients are; lag: how many batches late true ones come;
+    lost: the share that never came; waits: what for, and for which share of the time.
+
     \b
     Example:
       dnictl status

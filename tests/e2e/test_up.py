@@ -135,7 +135,7 @@ def test_signs_that_it_works(site: Site) -> None:
     last = read["top"].Scalars("eval/accuracy")[-1]
     assert (last.step, last.value) == (figures["step"], pytest.approx(figures["accuracy"]))
     assert len(read["bottom"].Scalars("head/accuracy")) == 15
-    assert {"synthesizer/cosine", "gradients/age", "window/fill"} <= set(
+    assert {"synthesizer/cosine", "gradients/lag", "window/fill"} <= set(
         read["middle"].Tags()["scalars"]
     )
 

@@ -74,9 +74,9 @@ class TrainingFigures(Document):
         tag="synthesizer/cosine",
     )
     lag: float | None = gauge(
-        "mean age of the true gradients received", "batches", column="lag", tag="gradients/age"
+        "mean age of the true gradients received", "batches", column="lag", tag="gradients/lag"
     )
-    lag_max: int | None = gauge("largest age", "batches", tag="gradients/age_max")
+    lag_max: int | None = gauge("largest age", "batches", tag="gradients/lag_max")
     gradients_lost: float | None = gauge(
         "part of the true gradients whose batch was given up",
         "share",

@@ -81,7 +81,7 @@ def test_a_folder_per_module(record: Record, board: Board) -> None:
     assert board.update() == {"bottom": 2, "top": 2}
     assert read(board.folder / "bottom") == {
         "train/loss": [(2, 0.5)],
-        "gradients/age": [(2, 3.0)],
+        "gradients/lag": [(2, 3.0)],
         "synthesizer/cosine": [(2, 0.5)],
         "window/fill": [(2, 0.9)],
         "head/loss": [(2, 2.0)],
