@@ -24,6 +24,7 @@ from dnictl.options import (
     trust_option,
     trusted,
 )
+from dnictl.show import console, modules_table
 
 if TYPE_CHECKING:
     from dni_runtime.serving.documents import ServiceState, What
@@ -229,6 +230,9 @@ def _http(name: str, options: dict[str, Any]) -> HttpSettings:
 
 
 def _show(state: ServiceState, as_json: bool) -> None:
+    from dni_runtime.measure.figures import MetricsReader
+    from dni_runtime.run.record import Record
+
     if as_json:
         print_json(state.model_dump(mode="json") | {"alive": state.alive})
         return
@@ -240,3 +244,6 @@ def _show(state: ServiceState, as_json: bool) -> None:
         click.echo(f"  version {version.name}: {version.state}{share}: {version.source}{cut}")
         if version.error:
             click.echo(f"    {version.error}")
+        if version.run is not None and version.state in ("ready", "draining"):
+            record = Record.read(version.run)
+            console().print(modules_table(MetricsReader(record, evaluations=1).read()))

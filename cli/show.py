@@ -188,13 +188,14 @@ def modules_table(figures: RunFigures) -> Table:
     """Return a table with one row per module; on a cluster with its node.
 
     Accuracy is that of the newest evaluation, of the early head or at the tail; the rest is recent.
-    Counters are shown if a module has counted something.
+    Counters are shown if a module has counted something; of modules that are served, what is known.
     """
     from dni_runtime.measure.figures import ModuleFigures
     from dni_runtime.run.documents.figures import figures_of
     from dni_runtime.spec.replicas import tails_of
 
     modules = figures.modules
+    trained = all(module.compute_s is None for module in modules)
     tails = tails_of([module.module for module in modules])
 
     def accuracy(module: ModuleFigures) -> float | None:
@@ -212,7 +213,10 @@ def modules_table(figures: RunFigures) -> Table:
             _column(figure)
             for figure in figures_of(ModuleFigures)
             if figure.column
-            and (figure.kind == "gauge" or any(getattr(m, figure.name) for m in modules))
+            and (
+                any(getattr(m, figure.name) for m in modules)
+                or (trained and figure.kind == "gauge" and figure.name != "compute_s")
+            )
         ),
     ]
     return table(columns, modules)

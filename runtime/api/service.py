@@ -11,7 +11,8 @@ from pathlib import Path
 from dni_runtime.api.deployment import Deployment, deploy
 from dni_runtime.api.services import order_of, state_of
 from dni_runtime.errors import DniError, UsageError, WorkerError
-from dni_runtime.run.documents.state import process_birth
+from dni_runtime.measure.figures import MetricsReader, module_families
+from dni_runtime.run.documents.state import RunState, process_birth
 from dni_runtime.schedulers.interrupts import catching_signals
 from dni_runtime.serving.documents import Order, ServiceState, Settings, Version
 from dni_runtime.serving.server import Server
@@ -130,10 +131,20 @@ class Service:
         deployment.until_s = time.monotonic() + self._settings.ready_s
         self._deployments[name] = deployment
         if self._server is None:
-            self._server = start_server({}, self._settings.http)
+            self._server = start_server({}, self._settings.http, self._figures)
             self._told(f"{self._folder.name}: {self._server.url}")
             self._write(url=self._server.url)
         self._server.call(self._server.versions.add, name, deployment.engine)
+
+    def _figures(self) -> list[list[str]]:
+        """Return the families of figures of the versions' modules."""
+        runs = []
+        for one in [*self._deployments.values()]:
+            if one.run is not None:
+                labels = {"model": self._settings.http.name, "version": one.version.name}
+                state = RunState.read(one.run.directory)
+                runs.append((labels, MetricsReader(one.run.record, evaluations=1).read(state)))
+        return module_families(runs)
 
     def _follow(self, deployment: Deployment) -> None:
         """Look how a version is, and do what follows."""

@@ -221,16 +221,22 @@ def _rate(tails: Sequence[Report], name: Literal["batches_per_s", "samples_per_s
     return round(sum(rates), 3) if rates else None
 
 
+def module_families(runs: Sequence[tuple[dict[str, str], RunFigures]]) -> list[list[str]]:
+    """Return the families of the modules' newest figures, of runs with these labels."""
+    modules = [
+        ({**labels, "module": module.module}, module)
+        for labels, run in runs
+        for module in run.modules
+    ]
+    running = [(labels, int(module.state == "running")) for labels, module in modules]
+    text = "whether the module's worker runs"
+    return [family("running", "gauge", text, running), *families(modules)]
+
+
 def prometheus_page(run: RunFigures) -> str:
     """Return a run's newest figures in Prometheus' text format."""
-    modules = [({"run": run.run, "module": module.module}, module) for module in run.modules]
-    running = [(labels, int(module.state == "running")) for labels, module in modules]
+    running, *figures = module_families([({"run": run.run}, run)])
     evaluation = run.evaluations[-1].figures if run.evaluations else {}
     metrics = [({"run": run.run, "metric": name}, value) for name, value in evaluation.items()]
-    return page(
-        [
-            family("running", "gauge", "whether the module's worker runs", running),
-            family("evaluation", "gauge", "newest evaluation of the chain", metrics),
-            *families(modules),
-        ]
-    )
+    evaluated = family("evaluation", "gauge", "newest evaluation of the chain", metrics)
+    return page([running, evaluated, *figures])

@@ -59,6 +59,7 @@ class App:
     Args:
         versions: What answers.
         settings: How it is served.
+        modules: Returns the families of figures of the versions' modules; it may take a while.
         token: What requests must bear, or None.
 
     Attributes:
@@ -67,7 +68,14 @@ class App:
         cut: How many requests were not answered because the server stopped.
     """
 
-    def __init__(self, versions: Versions, settings: Settings, token: bytes | None) -> None:
+    def __init__(
+        self,
+        versions: Versions,
+        settings: Settings,
+        token: bytes | None,
+        modules: Callable[[], list[list[str]]],
+    ) -> None:
+        self._modules = modules
         self.draining = False
         self.cut = 0
         self._versions = versions
@@ -122,7 +130,8 @@ class App:
                     {"name": "dni-runtime", "version": __version__, "extensions": extensions}
                 )
             case ["metrics"]:
-                return _Response(200, self._page().encode(), [_TEXT])
+                modules = await asyncio.to_thread(self._modules)
+                return _Response(200, self._page(modules).encode(), [_TEXT])
             case ["v2", "models", self._settings.name, *rest]:
                 name = None
                 if len(rest) > 1 and rest[0] == "versions":
@@ -155,11 +164,11 @@ class App:
             raise RequestError(503, f"version {version.name!r} is not ready: {version.problem}")
         return _json({"ready": True, "version": version.name})
 
-    def _page(self) -> str:
+    def _page(self, modules: list[list[str]]) -> str:
         model = {"model": self._settings.name}
         requests = [({**model, "version": name}, of) for name, of in self._requests.items()]
         versions = [({**model, "version": of.name}, of.observe()) for of in self._versions]
-        return page([*families(requests), *families(versions)])
+        return page([*families(requests), *families(versions), *modules])
 
     async def _infer(
         self, name: str | None, scope: Message, headers: dict[bytes, bytes], receive: Receive

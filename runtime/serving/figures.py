@@ -26,7 +26,7 @@ class VersionFigures(Document):
     model_config = ConfigDict(frozen=False)
 
     ready: int = gauge("whether a batch has gone through all modules of late", default=0)
-    waiting: int = gauge("rows that wait to be put into a batch", "rows", default=0)
+    waiting_rows: int = gauge("rows that wait to be put into a batch", "rows", default=0)
     batch_rows: Histogram = histogram("rows of each batch", "rows", bounds=_ROWS)
     batch_s: Histogram = histogram("time from a batch to its last answer", "s", bounds=_SECONDS)
     exits: dict[str, int] = counter("rows that left at an exit, by module", by="exit", default={})

@@ -32,8 +32,14 @@ _ESTABLISHED = b"\1"
 """A connection that neither end has closed: its state, the first byte of TCP_INFO (tcp(7))."""
 
 
-def serve(engines: Mapping[str, Engine], settings: Settings) -> Server:
+def serve(
+    engines: Mapping[str, Engine],
+    settings: Settings,
+    modules: Callable[[], list[list[str]]] = list,
+) -> Server:
     """Serve versions of a model, of which the first one is the default.
+
+    ``modules`` returns the families of figures of their modules, for ``/metrics``.
 
     Returns:
         The server, which accepts requests; it is ready when its first probe is answered.
@@ -54,7 +60,7 @@ def serve(engines: Mapping[str, Engine], settings: Settings) -> Server:
         text = f"cannot listen at {where}: {error.strerror or error}"
         raise UnavailableError(text, hint="choose another port, or 0 for any") from None
     try:
-        server = Server(settings, listener, token)
+        server = Server(settings, listener, token, modules)
         server.start(engines)
     except BaseException:
         listener.close()
@@ -70,13 +76,19 @@ class Server:
         url: Where it listens.
     """
 
-    def __init__(self, settings: Settings, listener: socket.socket, token: bytes | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        listener: socket.socket,
+        token: bytes | None,
+        modules: Callable[[], list[list[str]]],
+    ) -> None:
         self.versions = Versions(settings)
         host, self.port = listener.getsockname()[:2]
         scheme = "http" if settings.tls_cert is None else "https"
         self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._listener = listener
-        self._app = App(self.versions, settings, token)
+        self._app = App(self.versions, settings, token, modules)
         config = uvicorn.Config(
             self._app,
             http=_Protocol,

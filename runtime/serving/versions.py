@@ -102,7 +102,7 @@ class Version:
     def observe(self) -> VersionFigures:
         """Return the figures as of now."""
         self.figures.ready = int(self.ready)
-        self.figures.waiting = self._queue.waiting
+        self.figures.waiting_rows = self._queue.waiting
         return self.figures
 
     def _answered(self, answer: Answer) -> None:

@@ -175,7 +175,12 @@ class MetricsWriter:
         if now >= self._sample_due:
             self._sample_due = now + SAMPLE_S
             step.measure_late = step.measure_head = True
-        return now >= self._due
+        return self.interval_over
+
+    @property
+    def interval_over(self) -> bool:
+        """Whether figures are due."""
+        return time.monotonic() >= self._due
 
     def write(
         self, step: ModuleStep, links: Mapping[str, Any], connected: bool | None, copies: Copies
@@ -190,22 +195,17 @@ class MetricsWriter:
         progress, counters, then = self.progress, step.counters, self._last
         if progress.step > then.step or links["replayed"] > self._replayed:
             self._replayed = links["replayed"]
-            now = self._last = self._reading(counters)
-            took = max(now.time_s - then.time_s, 1e-9)
-            paired, given_up = now.paired - then.paired, now.given_up - then.given_up
             means = {
                 "loss": self._loss.take(),
                 "head_accuracy": counters.head_accuracy.take(),
                 "synthesizer_error": counters.error.take(),
                 "synthesizer_cosine": counters.cosine.take(),
             }
-            line = TrainLine(
-                **self._head(),
-                kind="train",
-                interval_s=round(took, 4),
-                batches_per_s=round((now.step - then.step) / took, 3),
-                samples_per_s=round((now.samples - then.samples) / took, 3),
-                **dict[str, Any](dict.fromkeys(means)),
+            line, now = self._measure(counters, links), self._last
+            paired, given_up = now.paired - then.paired, now.given_up - then.given_up
+            of_step = dict[str, Any](
+                **dict.fromkeys(means),
+                compute_s=None,
                 lag=round((now.lag - then.lag) / paired, 3) if paired else None,
                 lag_max=counters.lag_max if paired else None,
                 gradients_lost=_share(given_up, given_up + paired),
@@ -214,21 +214,45 @@ class MetricsWriter:
                 gradients_given_up=counters.given_up,
                 gradients_skipped=counters.skipped,
                 updates_skipped=step.optimization.skipped,
-                **links,
                 window_fill=_share(self._fill, self._fills),
-                waiting={
-                    reason: round((value - then.waiting_s.get(reason, 0.0)) / took, 4)
-                    for reason, value in now.waiting_s.items()
-                },
-                waiting_s={reason: round(value, 4) for reason, value in now.waiting_s.items()},
-                cpu_s=round(now.cpu_s, 4),
-                cpu=round((now.cpu_s - then.cpu_s) / took, 3),
-                **_memory(),
             )
+            line = line.model_copy(update=of_step)
             self._append(_since(self._former, line), _Means.of(means, copies))
             counters.lag_max, self._fill, self._fills = 0, 0.0, 0
         self._due = time.monotonic() + INTERVAL_S
         self.report.check()
+
+    def predicted(self, links: Mapping[str, Any], connected: bool) -> None:
+        """Put figures of a module that only predicts into its report: it may serve for years."""
+        self._link, then = (connected, links["in_flight"]), self._last
+        line, batches = self._measure(StepCounters(), links), self.progress.step - then.step
+        busy = max(1 - sum(line.waiting.values()), 0.0) * line.interval_s
+        figures = {"compute_s": round(busy / batches, 6) if batches else None}
+        self._newest = _since(self._former, line.model_copy(update=figures))
+        self._first = self._first or self._newest
+        self._due = time.monotonic() + INTERVAL_S
+        self.report.check()
+
+    def _measure(self, counters: StepCounters, links: Mapping[str, Any]) -> TrainLine:
+        """Return what any worker has measured since the last reading."""
+        then, now = self._last, self._reading(counters)
+        self._last, took = now, max(now.time_s - then.time_s, 1e-9)
+        return TrainLine(
+            **self._head(),
+            kind="train",
+            interval_s=round(took, 4),
+            batches_per_s=round((now.step - then.step) / took, 3),
+            samples_per_s=round((now.samples - then.samples) / took, 3),
+            **links,
+            waiting={
+                reason: round((value - then.waiting_s.get(reason, 0.0)) / took, 4)
+                for reason, value in now.waiting_s.items()
+            },
+            waiting_s={reason: round(value, 4) for reason, value in now.waiting_s.items()},
+            cpu_s=round(now.cpu_s, 4),
+            cpu=round((now.cpu_s - then.cpu_s) / took, 3),
+            **_memory(),
+        )
 
     def epoch_ended(self, epoch: int, batches: int) -> None:
         """Write one line about a training epoch: its batches, each counted once."""

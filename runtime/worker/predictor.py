@@ -33,6 +33,7 @@ from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.farewell import POLL_MS
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.links import Attempt, WorkerLinks
+from dni_runtime.worker.metrics import link_figures
 from dni_runtime.worker.resume import OWN, Start
 from dni_runtime.worker.server import Stage
 
@@ -172,6 +173,9 @@ class Predictor:
                 self._links.neighbours.look(link)
             output.receive()
             self._metrics.report.check()
+            if self._metrics.interval_over:
+                links = link_figures(input, output, None, 0)
+                self._metrics.predicted(links, output.connected)
             rooms = []
             come = False
             for stream in streams:
@@ -180,11 +184,13 @@ class Predictor:
                 come |= stream.room and self._answer_next(stream)
             if come:
                 continue
-            self._metrics.now("input" if any(rooms) else "window")
+            reason, began_s = "input" if any(rooms) else "window", time.monotonic()
+            self._metrics.now(reason)
             key = tuple(rooms)
             if key not in pollers:
                 pollers[key] = self._poller(output, streams, key)
             pollers[key].poll(POLL_MS)
+            self._metrics.waiting_s[reason] += time.monotonic() - began_s
 
     def _streams(self, inputs: Sequence[Join], output: Fanout) -> list[_Stream]:
         """Divide the links downstream among the streams."""
@@ -220,12 +226,15 @@ class Predictor:
         if item is None:
             return False
         stream.last = item.id
-        self._metrics.progress.id = max(self._metrics.progress.id, item.id)
+        progress = self._metrics.progress
+        progress.id = max(progress.id, item.id)
         if isinstance(item, Marker):
             onward.send_mark(item.id, item.epoch, item.mark)
             if exit is not None:
                 exit.send_mark(item.id, item.epoch, item.mark)
             return True
+        progress.counts.step += 1
+        progress.counts.samples += len(item.y)
         self._metrics.now("batch")
         try:
             if not self._suspicion.clears(item.id):

@@ -10,7 +10,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -22,6 +21,7 @@ import dni_runtime
 from dni_runtime import Run
 from dni_runtime.run.documents.state import process_birth
 from tests.conftest import eventually
+from tests.e2e.asking import compare
 from tests.e2e.conftest import CHAIN, Site, missing
 from tests.e2e.pages import DOCS, python, shell, write_files
 
@@ -35,16 +35,6 @@ def _installed() -> None:
     for package in ("uvicorn", "orjson"):
         if find_spec(package) is None:
             missing(f"the package {package} is not installed")
-
-
-@pytest.fixture
-def client() -> ModuleType:
-    """The client that most people use."""
-    if find_spec("tritonclient") is None:
-        missing("the package tritonclient is not installed")
-    import tritonclient.http
-
-    return tritonclient.http  # type: ignore[no-any-return]
 
 
 class Served(Site):
@@ -101,6 +91,16 @@ class Served(Site):
     def ready(self) -> bool:
         return self.get("/v2/health/ready")[0] == 200
 
+    def figures(self, name: str, **labels: str) -> list[float]:
+        """The values of a figure at ``/metrics`` with these labels."""
+        with urlopen(self.url + "/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        types = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+        assert len(types) == len(set(types)), "each family once, or Prometheus reads none"
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        found = [line for line in lines if line.startswith(f"dni_{name}{{")]
+        return [float(line.split()[-1]) for line in found if all(one in line for one in wanted)]
+
     def pids(self, version: str) -> dict[str, int]:
         """The processes of a version's workers."""
         state = Run.open(self.folder / "runs" / NAME / version).state()
@@ -118,27 +118,10 @@ def served(site: Site) -> Iterator[Served]:
             made.run("serve", "--stop", "--name", NAME)
 
 
-def compare(client: ModuleType, served: Served) -> None:
-    """Ask as clients do, in both encodings."""
-    x = torch.randn(5, 64)
-    with torch.no_grad():
-        y = served.network(x)
-    ours = client.InferenceServerClient(served.url.removeprefix("http://"))
-    assert ours.is_server_live()
-    assert ours.is_model_ready(NAME)
-    assert ours.get_model_metadata(NAME)["inputs"][0]["shape"] == [-1, 64]
-    for binary in (True, False):
-        tensor = client.InferInput("input", [5, 64], "FP32")
-        tensor.set_data_from_numpy(x.numpy(), binary_data=binary)
-        wanted = client.InferRequestedOutput("output", binary_data=binary)
-        answer = ours.infer(NAME, [tensor], outputs=[wanted]).as_numpy("output")
-        torch.testing.assert_close(torch.tensor(answer), y, atol=1e-5, rtol=1e-5)
-    ours.close()
-
-
-def test_a_client_gets_what_the_exported_network_says(served: Served, client: ModuleType) -> None:
+def test_a_client_gets_what_the_exported_network_says(served: Served) -> None:
+    model = served.folder / "model.safetensors"
     served.serve("trained", "--backend", "process")
-    compare(client, served)
+    compare(served.url, NAME, model)
     served.run("serve", "--stop")
     shown = served.json("serve", "--status", "--name", NAME)
     assert shown["phase"] == "ended"
@@ -147,8 +130,31 @@ def test_a_client_gets_what_the_exported_network_says(served: Served, client: Mo
         urlopen(served.url + "/v2/health/live", timeout=5)
 
     served.serve("model.safetensors")  # in one process
-    compare(client, served)
+    compare(served.url, NAME, model)
     assert served.json("serve", "--status")["versions"][0]["run"] is None
+
+
+def test_a_graph_with_two_inputs_answers(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_template(site, monkeypatch, "two-tower")
+
+
+def serve_template(site: Site, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    """Compare a network's modules, and one process, with the exported network."""
+    site.run("init", "--template", template)
+    monkeypatch.syspath_prepend(str(site.folder))
+    site = Site(site.folder, {"PYTHONPATH": str(site.folder)})
+    chain = site.folder / "chain.yaml"
+    chain.write_text(chain.read_text() + "steps: 5\n")
+    site.run("up", "--backend", "process", "--name", "trained")
+    site.run("export", "trained", "-o", "model.safetensors")
+    served = ["serve", "--name", "answers", "--trust"]
+    answers = site.json(*served, "trained", "--backend", "process", "-d", "--port", "0")
+    try:
+        compare(answers["url"], "answers", site.folder / "model.safetensors")
+        site.run(*served, "--update", "model.safetensors")
+        compare(answers["url"], "answers", site.folder / "model.safetensors")
+    finally:
+        site.run(*served, "--stop")
 
 
 def test_modules_are_killed_and_hang_while_clients_ask(served: Served) -> None:
@@ -192,6 +198,12 @@ def test_modules_are_killed_and_hang_while_clients_ask(served: Served) -> None:
             thread.join()
     assert not failures
     eventually("it is ready", lambda: served.ready)
+    (restarts,) = served.figures("restarts_total", module="bottom")
+    assert restarts == 1
+    assert all(0 < seconds < 1 for seconds in served.figures("compute_s", version="1"))
+    shown = served.run("serve", "--status").stdout
+    assert re.search(r"middle.1 +running", shown)
+    assert "s/batch" in shown
 
     top = served.pids("1")["top"]
     os.kill(top, signal.SIGSTOP)

@@ -56,6 +56,9 @@ class TrainingFigures(Document):
     samples_per_s: float | None = gauge(
         "training rate", "1/s", column="samples/s", tag="train/samples_per_s"
     )
+    compute_s: float | None = gauge(
+        "time to compute a batch, if the module is served", "s", column="s/batch"
+    )
     loss: float | None = gauge(
         "mean over the batches: of the chain at the tail, else of the early head",
         column="loss",

@@ -182,7 +182,7 @@ def test_what_queues_while_a_batch_is_computed_is_the_next(network: Network, sta
         version = server.call(server.versions.__getitem__, "1")
         eventually("the first is computed", lambda: not version.engine.room(), every_s=0.01)
         others = [pool.submit(ask, server, *[(n, 0)] * 4) for n in range(9)]
-        eventually("36 rows wait", lambda: version.observe().waiting == 36, every_s=0.01)
+        eventually("36 rows wait", lambda: version.observe().waiting_rows == 36, every_s=0.01)
         network.gate.set()
         assert first.result().status_code == 200
         for n, other in enumerate(others):
@@ -209,12 +209,12 @@ def test_clients_that_leave(network: Network, start: Start) -> None:
     network.gate.clear()
     with ThreadPoolExecutor(1) as pool:
         connections = [raw(server, posted(request_of((n, 0)))) for n in range(40)]
-        eventually("they are there", lambda: version.observe().waiting >= 36, every_s=0.01)
+        eventually("they are there", lambda: version.observe().waiting_rows >= 36, every_s=0.01)
         stays = pool.submit(ask, server, (5.0, 0))
-        eventually("it is there", lambda: version.observe().waiting >= 37, every_s=0.01)
+        eventually("it is there", lambda: version.observe().waiting_rows >= 37, every_s=0.01)
         for connection in connections:
             connection.close()
-        eventually("they have left", lambda: version.observe().waiting <= 1, every_s=0.01)
+        eventually("they have left", lambda: version.observe().waiting_rows <= 1, every_s=0.01)
         network.batches.clear()
         network.gate.set()
         assert stays.result().json()["outputs"][0]["data"] == [6, 1]
@@ -263,7 +263,7 @@ def test_too_much_waits(network: Network, start: Start) -> None:
         first = pool.submit(ask, server)
         eventually("the first is computed", lambda: not version.engine.room(), every_s=0.01)
         second = pool.submit(ask, server, *[(0, 0)] * 3)
-        eventually("three rows wait", lambda: version.observe().waiting == 3, every_s=0.01)
+        eventually("three rows wait", lambda: version.observe().waiting_rows == 3, every_s=0.01)
         refused = ask(server)
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
@@ -388,7 +388,7 @@ def test_a_drain_answers_all(network: Network, start: Start) -> None:
     with ThreadPoolExecutor(12) as pool, httpx.Client(base_url=server.url) as idle:
         assert idle.get("/v2").status_code == 200
         asked = [pool.submit(ask, server, (n, 0)) for n in range(10)]
-        eventually("they wait", lambda: version.observe().waiting >= 8, every_s=0.01)
+        eventually("they wait", lambda: version.observe().waiting_rows >= 8, every_s=0.01)
         stopped = pool.submit(server.stop, 20, linger_s=1)
         eventually("it drains", lambda: get(server).status_code == 503, 5, 0.01)
         last = idle.get("/v2")  # it is still served, on a connection of before

@@ -107,3 +107,15 @@ def test_counters_are_shown_if_there_is_something() -> None:
     head, first, last = captured.get().splitlines()
     assert head.split()[-3:] == ["waits", "replayed", "restarts"]
     assert (first.split()[-2:], last.split()[-2:]) == (["-", "-"], ["1,200", "1"])
+
+
+def test_of_modules_that_are_served_their_time_is_shown() -> None:
+    served = ModuleFigures(
+        module="a", state="running", attempt=1, step=70, samples_per_s=9.0, compute_s=0.0123
+    )
+    console = Console(width=100, highlight=False)
+    with console.capture() as captured:
+        console.print(modules_table(run_figures(served)))
+    head, row = captured.get().splitlines()
+    assert head.split()[-2:] == ["samples/s", "s/batch"]
+    assert row.split()[-1] == "0.0123"
