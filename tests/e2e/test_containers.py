@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.run.cuts import complete_cuts
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import load_chain
+from tests.e2e.asking import compare
 from tests.e2e.conftest import Dnictl, Site, eventually, processes_of
 from tests.lines import read_lines
 
@@ -145,16 +145,7 @@ def test_up_trains_in_containers_which_then_answer(
     containers = ["--backend", "apptainer", "--trust", "-d", "--port", "0", "--json"]
     url = json.loads(dnictl(site, *service, *containers))["url"]
     try:
-        x, _ = next(iter(open_data(chain.data, site, seed=0).eval_batches()))
-        tensor = {"name": "input", "datatype": "FP32", "shape": [*x.shape]}
-        body = {"inputs": [{**tensor, "data": x.flatten().tolist()}]}
-        request = Request(f"{url}/v2/models/answers/infer", json.dumps(body).encode())
-        with urlopen(request, timeout=40) as reply:
-            (output,) = json.load(reply)["outputs"]
-        with torch.no_grad():
-            y = model(x)
-        answer = torch.tensor(output["data"]).reshape(output["shape"])
-        torch.testing.assert_close(answer, y, atol=1e-5, rtol=1e-5)
+        compare(url, "answers", site / "model.safetensors")
         plan = json.loads((site / "runs" / "answers" / "1" / "plan.json").read_text())
         assert all(worker["image"] for worker in plan["workers"])
     finally:

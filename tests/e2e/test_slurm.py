@@ -172,45 +172,28 @@ def test_stop_resume_and_cancel(dnictl: Dnictl, slurm: str) -> None:
     eventually("its job ends without a requeue", lambda: state_of(second) == "")
 
 
-ASK = """\
-import json, sys, urllib.request
-import torch
-import dni_runtime
-network = dni_runtime.load("model.safetensors")
-x = torch.randn(5, 64)
-tensor = {"name": "input", "datatype": "FP32", "shape": [5, 64], "data": x.flatten().tolist()}
-url = json.load(open("service.json"))["url"] + "/v2/models/answers/infer"
-body = json.dumps({"inputs": [tensor]}).encode()
-with urllib.request.urlopen(url, body, timeout=40) as reply:
-    (output,) = json.load(reply)["outputs"]
-with torch.no_grad():
-    y = network(x)
-torch.testing.assert_close(torch.tensor(output["data"]).reshape(5, -1), y, atol=1e-5, rtol=1e-5)
-"""
-
-
 def test_up_and_serve_inside_an_allocation(dnictl: Dnictl, slurm: str) -> None:
-    chain(dnictl.folder, slurm, epochs=2)
-    (dnictl.folder / "ask.py").write_text(ASK)
+    chain(dnictl.folder, slurm, 2, ("bottom", "middle"))
     python, out = shlex.quote(sys.executable), dnictl.folder / "out.json"
     command = f"""set -e
         dnictl="{python} -m dnictl"
         $dnictl up --name trained --json
         $dnictl export trained -o model.safetensors >&2
         $dnictl serve trained --name answers -d --port 0 --json > service.json
-        {python} ask.py
+        export PYTHONPATH={shlex.quote(str(ROOT))}
+        {python} -m tests.e2e.asking service.json model.safetensors
         $dnictl serve --stop --name answers >&2"""
     done = run(
-        ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=3", "--mem=3G",
+        ["sbatch", "--wait", "--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=3", "--mem=3G",
          f"--output={out}", f"--error={dnictl.folder / 'err'}", f"--chdir={dnictl.folder}",
          "--wrap", command]
     )  # fmt: skip
     assert done.returncode == 0, (dnictl.folder / "err").read_text() + out.read_text()
     figures = json.loads(out.read_text())
     assert figures["state"] == "finished"
-    assert {module["host"] for module in figures["modules"]} == {"n1", "n2"}
+    assert {module["host"] for module in figures["modules"]} == {"n1", "n2", "n3"}
     served = figures_of(dnictl.folder / "runs" / "answers" / "1")
-    assert {module.host for module in served.modules} == {"n1", "n2"}
+    assert {module.host for module in served.modules} == {"n1", "n2", "n3"}
 
 
 def test_an_interface_that_a_node_lacks_is_named(dnictl: Dnictl) -> None:
