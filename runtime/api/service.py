@@ -14,7 +14,7 @@ from dni_runtime.errors import DniError, UsageError, WorkerError
 from dni_runtime.measure.figures import MetricsReader, module_families
 from dni_runtime.run.documents.state import RunState, process_birth
 from dni_runtime.schedulers.interrupts import catching_signals
-from dni_runtime.serving.documents import Order, ServiceState, Settings, Version
+from dni_runtime.serving.documents import BEAT_S, Order, ServiceState, Settings, Version
 from dni_runtime.serving.server import Server
 from dni_runtime.serving.server import serve as start_server
 
@@ -67,9 +67,10 @@ class Service:
     def _write(self, **changes: object) -> None:
         versions = (*self._gone, *(one.version for one in self._deployments.values()))
         state = self._state.model_copy(update={"versions": versions, **changes})
-        if state != self._state or changes:
-            self._state = state
-            state.write(state_of(self._folder))
+        now = time.time()
+        if state != self._state or changes or now - state.updated > BEAT_S:
+            self._state = state.model_copy(update={"updated": now})
+            self._state.write(state_of(self._folder))
 
     def _look(self) -> bool:
         """Do what is due; return whether to go on."""
@@ -131,7 +132,7 @@ class Service:
         deployment.until_s = time.monotonic() + self._settings.ready_s
         self._deployments[name] = deployment
         if self._server is None:
-            self._server = start_server({}, self._settings.http, self._figures)
+            self._server = start_server(self._settings.http, self._figures)
             self._told(f"{self._folder.name}: {self._server.url}")
             self._write(url=self._server.url)
         self._server.call(self._server.versions.add, name, deployment.engine)

@@ -63,8 +63,6 @@ class App:
         token: What requests must bear, or None.
 
     Attributes:
-        draining: Whether the server is about to stop: it answers all requests, but is not ready,
-            and closes each connection after its answer.
         cut: How many requests were not answered because the server stopped.
     """
 
@@ -76,7 +74,6 @@ class App:
         modules: Callable[[], list[list[str]]],
     ) -> None:
         self._modules = modules
-        self.draining = False
         self.cut = 0
         self._versions = versions
         self._settings = settings
@@ -104,7 +101,7 @@ class App:
             _logger.error("a request failed: %s", type(error).__name__)
             _logger.debug("a request failed", exc_info=True)
             status, body, headers = _error(RequestError(500, "the server has failed"))
-        if self.draining or status == 408:
+        if status == 408:
             headers.append((b"connection", b"close"))
         headers.append((b"content-length", b"%d" % len(body)))
         self._count(scope, str(status), monotonic() - begin)
@@ -158,8 +155,6 @@ class App:
             raise RequestError(401, "the token is missing or wrong", hint=hint)
 
     def _ready(self, version: Version) -> _Response:
-        if self.draining:
-            raise RequestError(503, "the server is about to stop")
         if not version.ready:
             raise RequestError(503, f"version {version.name!r} is not ready: {version.problem}")
         return _json({"ready": True, "version": version.name})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,8 @@ from dni_runtime.serving.settings import Settings as HttpSettings
 
 Phase = Literal["starting", "running", "draining", "ended", "failed"]
 
+BEAT_S = 5.0
+"""A service writes its state at least so often."""
 
 What = Literal["update", "promote", "rollback", "stop"]
 
@@ -70,13 +73,16 @@ class ServiceState(Document):
     host: str = ""
     url: str | None = None
     started: float = 0.0  # Unix time
+    updated: float = 0.0  # Unix time, by the clock of its host
     versions: tuple[Version, ...] = ()
     order: str | None = None  # id of the last order that was carried out
     error: str | None = None  # of that order, or of the service
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs, as far as this host can see."""
+        """Whether its process runs; on another host, whether it has written this of late."""
         if self.phase in ("ended", "failed"):
             return False
-        return self.host != os.uname().nodename or process_birth(self.pid) == self.born
+        if self.host == os.uname().nodename:
+            return process_birth(self.pid) == self.born
+        return time.time() - self.updated < 12 * BEAT_S

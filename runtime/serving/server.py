@@ -7,7 +7,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import ceil
 from typing import ParamSpec, TypeVar, cast
 
@@ -17,7 +17,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.serving.app import App
-from dni_runtime.serving.engine import Engine
 from dni_runtime.serving.settings import Settings
 from dni_runtime.serving.versions import Versions
 
@@ -32,17 +31,10 @@ _ESTABLISHED = b"\1"
 """A connection that neither end has closed: its state, the first byte of TCP_INFO (tcp(7))."""
 
 
-def serve(
-    engines: Mapping[str, Engine],
-    settings: Settings,
-    modules: Callable[[], list[list[str]]] = list,
-) -> Server:
-    """Serve versions of a model, of which the first one is the default.
+def serve(settings: Settings, modules: Callable[[], list[list[str]]] = list) -> Server:
+    """Return a server that accepts requests; it has no versions yet.
 
     ``modules`` returns the families of figures of their modules, for ``/metrics``.
-
-    Returns:
-        The server, which accepts requests; it is ready when its first probe is answered.
 
     Raises:
         UsageError: The settings cannot be carried out.
@@ -61,7 +53,7 @@ def serve(
         raise UnavailableError(text, hint="choose another port, or 0 for any") from None
     try:
         server = Server(settings, listener, token, modules)
-        server.start(engines)
+        server.start()
     except BaseException:
         listener.close()
         raise
@@ -112,19 +104,13 @@ class Server:
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._loop = uvloop.new_event_loop()
 
-    def start(self, engines: Mapping[str, Engine]) -> None:
+    def start(self) -> None:
         """Accept requests."""
         self._thread.start()
         while not self._uvicorn.started:
             if not self._thread.is_alive():
                 raise UnavailableError(f"the server at {self.url} has not started")
             time.sleep(0.01)
-        try:
-            for name, engine in engines.items():
-                self.call(self.versions.add, name, engine)
-        except BaseException:
-            self.stop(0)
-            raise
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function, such as a method of ``versions``, in the server's thread."""
@@ -146,31 +132,12 @@ class Server:
         removal = self.versions.remove(name, timeout_s)
         return asyncio.run_coroutine_threadsafe(removal, self._loop).result()
 
-    def wait_ready(self, name: str, timeout_s: float) -> None:
-        """Wait until a version is ready.
-
-        Raises:
-            UnavailableError: It is not, in that time.
-        """
-        version, until = self.call(self.versions.__getitem__, name), time.monotonic() + timeout_s
-        while not version.ready:
-            if time.monotonic() > until:
-                raise UnavailableError(f"version {name!r} is not ready: {version.problem}")
-            time.sleep(0.02)
-
-    def stop(self, drain_s: float = 30.0, *, linger_s: float = 0.0) -> bool:
-        """Answer what has come, and stop.
-
-        Args:
-            drain_s: How long requests may take; then they fail with status 503.
-            linger_s: So long requests are still accepted, while the server says that it is not
-                ready and closes each connection after its answer, so that others take over.
+    def stop(self, drain_s: float) -> bool:
+        """Answer what has come, and stop; what takes longer than ``drain_s`` fails (503).
 
         Returns:
             Whether all requests were answered.
         """
-        self._app.draining = True
-        time.sleep(linger_s)
         self._uvicorn.config.timeout_graceful_shutdown = ceil(drain_s)
         self._uvicorn.should_exit = True
         self._thread.join()

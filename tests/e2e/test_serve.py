@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 from urllib.error import HTTPError
@@ -19,7 +20,10 @@ import torch
 
 import dni_runtime
 from dni_runtime import Run
+from dni_runtime.api.services import start_service
 from dni_runtime.run.documents.state import process_birth
+from dni_runtime.serving.documents import Settings
+from dni_runtime.serving.settings import Settings as HttpSettings
 from tests.conftest import eventually
 from tests.e2e.asking import compare
 from tests.e2e.conftest import CHAIN, Site, missing
@@ -305,6 +309,40 @@ def test_a_service_whose_first_version_does_not_answer_ends(site: Site) -> None:
     ended = served.run("service", str(folder), expect=70, timeout_s=60)
     assert "version 1 of 'digits' failed: no answer in 0.1 s" in ended.stderr
     assert served.json("serve", "--status", "--name", NAME)["phase"] == "failed"
+
+
+SLOW = """\
+import time
+from pathlib import Path
+from torch import nn
+
+class Slow(nn.ReLU):
+    def forward(self, x):
+        if (x > 1e6).any():
+            Path(__file__).with_name("begun").touch()
+            time.sleep(20)
+        return super().forward(x)
+"""
+
+
+def test_requests_that_outlast_the_drain_are_cut_off(site: Site) -> None:
+    (site.folder / "slow.py").write_text(SLOW)
+    site.run("up", site.write(1, chain=CHAIN.replace("ReLU]", "{import: 'slow:Slow'}]")),
+             "--backend", "process", "--name", "trained")  # fmt: skip
+    served, folder = Served(site.folder), site.folder / "runs" / NAME
+    http = HttpSettings(name=NAME, port=0)
+    source = site.folder / "runs" / "trained"
+    state = start_service(
+        folder, Settings(source=source, in_process=True, trust=True, drain_s=1, http=http)
+    )
+    served.url = state.url or ""
+    tensor = {"name": "input", "datatype": "FP32", "shape": [1, 64], "data": [1e9] * 64}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(served.get, f"/v2/models/{NAME}/infer", {"inputs": [tensor]})
+        eventually("it is computed", (source / "src" / "begun").exists)
+        failed = served.run("serve", "--stop", expect=70)
+        assert "cut off that had no answer after 1 s" in failed.stderr
+        assert asked.result() == (503, {"error": "the server has stopped"})
 
 
 def test_the_page(site: Site) -> None:
