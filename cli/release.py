@@ -18,7 +18,7 @@ from dnictl.options import (
     tell,
     trust_option,
 )
-from dnictl.show import Column, megabytes, print_table
+from dnictl.show import Column, megabytes, print_table, printable
 
 if TYPE_CHECKING:
     from dni_runtime.image.oci import Descriptor
@@ -256,8 +256,8 @@ def _show(name: str, report: Report, index: Descriptor, as_json: bool) -> None:
         print_json(report.model_dump(mode="json") | {"digest": index.digest})
         return
     click.echo(f"{name} {index.digest}")
-    click.echo(f"  {report.chain}, checkpoint {report.checkpoint} of {report.run}")
-    click.echo(f"  {_figures(report) or 'no figures'}")
+    click.echo(printable(f"  {report.chain}, checkpoint {report.checkpoint} of {report.run}"))
+    click.echo(printable(f"  {_figures(report) or 'no figures'}"))
 
 
 def _figures(report: Report) -> str:

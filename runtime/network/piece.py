@@ -93,6 +93,10 @@ class Operations:
         return cast("tuple[Tensor, ...]", self._run(inputs[0].device, *tensors, *inputs))
 
 
+_COUNTER = ".num_batches_tracked"
+"""A buffer that torch's norms in eval mode do not use, and make up where a state lacks it."""
+
+
 class Piece(nn.Module):
     """Part of a network that a function or class of the user's returns."""
 
@@ -141,7 +145,10 @@ class Piece(nn.Module):
                 )
         needed = names.union(*(program.aliases[name] for name in names))
         needed -= set().union(*(tied[name] for name in borrows))
-        needed.update(name for name, at in program.unused.items() if begin < at <= end)
+        here = {name.rpartition(".")[0] + _COUNTER for name in names}
+        needed.update(
+            name for name, at in program.unused.items() if begin < at <= end or name in here
+        )
         whole = network_for(spec, needed.union(*(tied[name] for name in borrows)))
         self.borrowed = {name: BorrowedParameter(_tensor(whole, name)) for name in borrows}
         self._places = sorted((place, name) for name, place in borrows.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -9,10 +10,10 @@ from dni_runtime.errors import ImageError
 from dni_runtime.image import layers, sif
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.layers import ROOT
-from dni_runtime.image.lock import LOCK_NAME, ImageLock, read_lock, write_lock
-from dni_runtime.image.oci import Descriptor, Manifest
+from dni_runtime.image.lock import LOCK_NAME, ImageLock, write_lock
+from dni_runtime.image.oci import Manifest
 from dni_runtime.image.wheels import host_machine, sha256_file
-from dni_runtime.release.kinds import BASE, LAYER, MODULE, TITLE, WEIGHTS
+from dni_runtime.release.kinds import BASE, LAYER, MODULE, RECORD, TITLE, WEIGHTS
 from dni_runtime.release.store import IMAGES, Store
 
 SERVING = f"{ROOT}/serving"
@@ -21,41 +22,43 @@ SERVING = f"{ROOT}/serving"
 
 def assembled(tool: Apptainer, store: Store, text: str) -> Path:
     """Put a release's images together, unless they are there; return their folder."""
-    folder = store.folder(text) / IMAGES
-    if read_lock(folder) is not None:  # it is written last
-        return folder
-    folder.mkdir(exist_ok=True)
-    _, manifests = store.layout.manifests(store.find(text))
-    lock: ImageLock | None = None
-    made = {}
-    for manifest in manifests:
-        blobs = {one.media_type: one for one in manifest.layers}
-        if manifest.artifact_type == MODULE:
-            module = (manifest.annotations or {})[TITLE]
-            made[module] = _image(tool, store, manifest, blobs, folder / f"{module}.sif")
-        elif (written := _titled(manifest, LOCK_NAME)) is not None:
-            lock = ImageLock.model_validate_json(store.layout.read(written))
-    if lock is None or set(lock.modules) != set(made):
-        raise ImageError(f"{text} lacks the lock of its images")
-    entries = {
-        module: lock.modules[module].model_copy(
-            update={
-                "image": image.name,
-                "sha256": sha256_file(image),
-                "size_bytes": image.stat().st_size,
-                "signed": None,  # the release is, as a whole
-            }
-        )
-        for module, image in made.items()
+    target = store.folder(text) / IMAGES
+    if target.is_dir():
+        return target
+    index = store.find(text)
+    machine = store.report(index).machine
+    if machine != host_machine():
+        raise ImageError(f"the images of {text} are for {machine}; this host is {host_machine()}")
+    _, manifests = store.layout.manifests(index)
+    modules = {
+        (one.annotations or {})[TITLE]: one for one in manifests if one.artifact_type == MODULE
     }
-    write_lock(folder, lock.model_copy(update={"modules": entries}))
-    return folder
+    (record,) = (one for one in manifests if one.artifact_type == RECORD)
+    (written,) = (one for one in record.layers if one.note(TITLE) == LOCK_NAME)
+    lock = ImageLock.model_validate_json(store.layout.read(written))
+    with store.scratch() as scratch:
+        folder = scratch / IMAGES
+        folder.mkdir()
+        entries = {}
+        for module, manifest in modules.items():
+            image = _image(tool, store, manifest, folder / f"{module}.sif")
+            entries[module] = lock.modules[module].model_copy(
+                update={
+                    "image": image.name,
+                    "sha256": sha256_file(image),
+                    "size_bytes": image.stat().st_size,
+                    "signed": None,  # the release is, as a whole
+                }
+            )
+        write_lock(folder, lock.model_copy(update={"modules": entries}))
+        with contextlib.suppress(OSError):  # another process was faster
+            folder.rename(target)
+    return target
 
 
-def _image(
-    tool: Apptainer, store: Store, manifest: Manifest, blobs: dict[str, Descriptor], target: Path
-) -> Path:
+def _image(tool: Apptainer, store: Store, manifest: Manifest, target: Path) -> Path:
     layout, machine = store.layout, host_machine()
+    blobs = {one.media_type: one for one in manifest.layers}
     config = json.loads(layout.read(manifest.config))
     with store.scratch() as scratch:
         image, weights = scratch / target.name, scratch / "weights.sqfs"
@@ -76,7 +79,3 @@ def _image(
         image.chmod(0o644)
         image.replace(target)
     return target
-
-
-def _titled(manifest: Manifest, title: str) -> Descriptor | None:
-    return next((one for one in manifest.layers if one.note(TITLE) == title), None)

@@ -40,7 +40,7 @@ def push(
     if address.digest is not None:
         raise UsageError("a push has no digest", hint=f"oci://HOST/NAME:{version}")
     tag = address.tag or version
-    there = repository.digest_of(tag)
+    there = repository.fetch_document(store.layout, tag)
     if there is not None and there.digest != index.digest:
         raise UsageError(
             f"{address.host} has another {address.repository}:{tag} ({there.digest[:19]}…)",
@@ -103,8 +103,8 @@ def pull(
     index = fetch_index(store, address, repository)
     if trust.tool is not None and address.digest is None:
         tag = signature_name(index)
-        if repository.digest_of(tag) is not None:
-            signature = repository.fetch_document(layout, tag)
+        signature = repository.fetch_document(layout, tag)
+        if signature is not None:
             for blob in layout.blobs(signature):
                 repository.fetch(layout, blob)
             layout.name({tag: signature})
@@ -119,8 +119,14 @@ def fetch_index(store: Store, address: Address, repository: Repository) -> Descr
     assert address.reference is not None
     layout = store.layout
     index = repository.fetch_document(layout, address.reference)
+    if index is None:
+        raise UsageError(
+            f"{address.host} has no {address.repository}:{address.reference}",
+            hint=f"see 'dnictl models oci://{address.host}/{address.repository}'",
+        )
     if index.media_type != INDEX:
         raise ImageError(f"{address} is no release", hint="an image is pulled with: apptainer pull")
     for one in Index.parse(layout.read(index), str(address)).manifests:
-        repository.fetch_document(layout, one.digest)
+        if repository.fetch_document(layout, one.digest) is None:
+            raise ImageError(f"{address.host} lacks {one.digest}, a part of {address}")
     return index

@@ -52,21 +52,12 @@ class Repository:
         self._schemes = ("http",) if plain_http else ("https", "http") if local else ("https",)
         self._base = ""
 
-    def digest_of(self, reference: str) -> Descriptor | None:
-        """Return what a tag or a digest names; None if there is nothing."""
-        answer = self._ask("HEAD", f"manifests/{reference}", accept=True, missing=True)
+    def fetch_document(self, layout: Layout, reference: str) -> Descriptor | None:
+        """Fetch a manifest or an index by a tag or a digest; None if there is none."""
+        headers = {"Accept": f"{INDEX}, {MANIFEST}"}
+        answer = self._ask("GET", f"manifests/{reference}", headers=headers, missing=True)
         if answer is None:
             return None
-        return self._described(answer, reference)
-
-    def fetch_document(self, layout: Layout, reference: str) -> Descriptor:
-        """Fetch a manifest or an index; raises ``UsageError`` if there is none."""
-        answer = self._ask("GET", f"manifests/{reference}", accept=True, missing=True)
-        if answer is None:
-            raise UsageError(
-                f"{self.address.host} has no {self.address.repository}:{reference}",
-                hint=f"see 'dnictl models oci://{self.address.host}/{self.address.repository}'",
-            )
         if len(answer.content) > MOST_DOCUMENT_BYTES:
             raise ImageError(f"the manifest of {self.address} has {len(answer.content)} bytes")
         blob = layout.add(answer.content, answer.headers.get("Content-Type", "").split(";")[0])
@@ -169,24 +160,16 @@ class Repository:
         assert answer is not None
         return urljoin(answer.url, answer.headers["Location"]), 0
 
-    def _described(self, answer: requests.Response, reference: str) -> Descriptor:
-        digest = answer.headers.get("Docker-Content-Digest", reference)
-        kind = answer.headers.get("Content-Type", "").split(";")[0]
-        size = int(answer.headers.get("Content-Length", 0))
-        return Descriptor.model_validate({"mediaType": kind, "digest": digest, "size": size})
-
     def _ask(
         self,
         method: str,
         path: str,
         *,
         data: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] = {},
         stream: bool = False,
-        accept: bool = False,
         missing: bool = False,  # None if there is no such thing
     ) -> requests.Response | None:
-        headers = dict(headers or {}) | ({"Accept": f"{INDEX}, {MANIFEST}"} if accept else {})
         with self._naming_failures():
             if not self._base:
                 self._base = self._root()

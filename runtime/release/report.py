@@ -8,6 +8,7 @@ import json
 from pydantic import Field
 
 from dni_runtime.image.lock import ImageLock
+from dni_runtime.image.wheels import host_machine
 from dni_runtime.measure.figures import MetricsReader
 from dni_runtime.run.cuts import read_document
 from dni_runtime.run.documents.base import Document
@@ -37,6 +38,7 @@ class Report(Document):
     data_hash: str  # of the settings of its data
     base: str  # hash of the inputs of the base image
     torch: str  # in the base image
+    machine: str  # that the images are for, as uname(1) names it
     dni_runtime: str  # that trained
     python: str
     parent: str | None = None  # the release whose weights it began with
@@ -73,6 +75,7 @@ def report_of(
         data_hash=_hash(data),
         base=lock.base.content,
         torch=lock.base.torch,
+        machine=host_machine(),
         dni_runtime=record.versions.dni_runtime,
         python=record.versions.python,
         parent=_parent(record),

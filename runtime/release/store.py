@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from dni_runtime.errors import ImageError, UsageError
-from dni_runtime.image.oci import Descriptor, Index, Layout, Manifest
+from dni_runtime.image.oci import Descriptor, Layout, Manifest
 from dni_runtime.image.scratch import scratch_folder
 from dni_runtime.image.sif import copy_image
 from dni_runtime.release.kinds import MODULE, RECORD, REPORT, RUN, TITLE, VERSION, WEIGHTS
@@ -36,6 +36,7 @@ class Store:
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = store_folder() if root is None else root
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.layout = Layout(self.root / "oci").create()
 
     @classmethod
@@ -101,17 +102,19 @@ class Store:
         notes = document.annotations or {}
         text = f"{notes.get(TITLE)}:{notes.get(VERSION)}"
         name, _ = parse_local(text)
-        self.check_new(text, index.digest)
+        new = self.check_new(text, index.digest)
         for blob in self.layout.blobs(index):
             for _ in self.layout.chunks(blob):
                 pass  # that reads it whole, and compares its digest
         report = self.report(index)
         if f"{report.name}:{report.version}" != text:
             raise ImageError(f"the report of {text} is of {report.name}:{report.version}")
+        target = self.folder(text)
+        if not new and target.is_dir():
+            return text
         with self.scratch() as scratch:
             root = scratch / "run"
-            self._unpack(document, manifests, root)
-            target = self.folder(text)
+            self._unpack(manifests, root)
             (self.root / name).mkdir(exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)
             root.rename(target)
@@ -126,7 +129,7 @@ class Store:
         self.layout.name({text: None, signature: None})
         return self.layout.collect()
 
-    def _unpack(self, index: Index, manifests: tuple[Manifest, ...], root: Path) -> None:
+    def _unpack(self, manifests: tuple[Manifest, ...], root: Path) -> None:
         run = RunDir(root)
         run.create()
         blob = _layer(_record(manifests), RUN)

@@ -614,7 +614,10 @@ class _Trainer:
             if "norm" in clip:
                 nn.utils.clip_grad_norm_(group, clip["norm"])
             if "value" in clip:
-                nn.utils.clip_grad_value_(group, clip["value"])
+                # torch 2.13 fails where none has a gradient
+                group = [one for one in group if one.grad is not None]
+                if group:
+                    nn.utils.clip_grad_value_(group, clip["value"])
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
