@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -113,31 +112,6 @@ def test_a_run_goes_on_with_other_cuts(site: Site, monkeypatch: pytest.MonkeyPat
     is_plain(site.folder, again.state_dict(), 250)
     with pytest.raises(UsageError, match="has finished"):
         two.train(backend="process", carry=again)
-
-
-def test_a_template_trains(site: Site) -> None:
-    """All of them do in containers, each night."""
-    train_template(site, "gpt", 1, "loss", 3.7, "process")
-
-
-def train_template(
-    site: Site, template: str, epochs: int, metric: str, enough: float, backend: str
-) -> None:
-    site.run("init", "--template", template)
-    chain = site.folder / "chain.yaml"
-    text = re.sub(r"epochs: \d+", f"epochs: {epochs}", chain.read_text())
-    text += f'image: {{torch: "torch=={TORCH}"}}\n'
-    if template == "gpt":
-        text += "steps: 40\n"
-    chain.write_text(text)
-    if backend == "apptainer":
-        site.run("build")
-    site.run("up", "--backend", backend)
-    figures = Run.open(site.latest.root).status().evaluations[-1]
-    found = figures.figures[metric]
-    assert found is not None
-    assert found > enough if metric == "accuracy" else found < enough
-    site.run("export", "--state-dict", "-o", "weights.safetensors")
 
 
 def test_a_slow_host_gets_less(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -118,7 +117,6 @@ def test_prune_keeps_the_newest_and_all_that_can_go_on(
     phases = ["finished", "lost", "stopped", "failed", "finished", "finished"]
     for number, phase in enumerate(phases):
         make(f"r-{number}", phase)
-        time.sleep(0.01)  # they are ordered by their creation
     dry = dnictl("prune", "--keep", "1", "--dry-run", "--json").json
     assert dry["runs"] == ["r-0", "r-1", "r-4"]
     assert dry["bytes"] > 15_000_000
