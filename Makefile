@@ -60,8 +60,8 @@ build/typed: pyproject.toml # static tools cannot follow the import hook of an e
 demo-here: $(VENV)/ready
 	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python scripts/demo.py $(EPOCHS:%=--epochs %)
 
-# All tests: four processes, as many of them wait; each takes a file at a time (tests/conftest.py).
-BESIDE := --numprocesses=4 --dist=loadscope --no-loadscope-reorder --durations=40
+# All tests: five processes, as many of them wait; each takes a file at a time (tests/conftest.py).
+BESIDE := --numprocesses=5 --dist=loadscope --no-loadscope-reorder --durations=40
 test-here: $(VENV)/ready
 	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python -m pytest $(or $(TESTS),$(BESIDE))
 

@@ -7,10 +7,10 @@ import pytest
 from tests.simulation.several import Found, Options, simulated
 
 PINNED = {
-    "chains": (16, ()),
-    "graphs": (8, ("--graphs",)),
-    "replicas": (8, ("--replicas",)),
-    "graphs of replicas": (6, ("--graphs", "--replicas")),
+    "chains": (10, ()),
+    "graphs": (5, ("--graphs",)),
+    "replicas": (5, ("--replicas",)),
+    "graphs of replicas": (4, ("--graphs", "--replicas")),
 }
 """Seeds from 0, and of what. Hundreds of others are drawn each night (tests/nightly)."""
 
