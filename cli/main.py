@@ -33,68 +33,32 @@ _DISK = {
 # modules import nothing heavy (torch, pydantic, rich) before they run, so that --help stays quick.
 GROUPS = {
     "Write a chain": {
-        "init": "dnictl.chains",
-        "split": "dnictl.split",
-        "balance": "dnictl.split",
-        "validate": "dnictl.chains",
-        "graph": "dnictl.chains",
-        "config": "dnictl.chains",
-        "schema": "dnictl.chains",
+        "init": "chains", "split": "split", "balance": "split", "validate": "chains",
+        "graph": "chains", "config": "chains", "schema": "chains",
     },
-    "Make images": {
-        "build": "dnictl.images",
-        "verify": "dnictl.images",
-        "inspect": "dnictl.images",
-    },
+    "Make images": {"build": "images", "verify": "images", "inspect": "images"},
     "Train": {
-        "up": "dnictl.start",
-        "submit": "dnictl.submit",
-        "sweep": "dnictl.sweep",
-        "plan": "dnictl.submit",
-        "profile": "dnictl.submit",
-        "mpi": "dnictl.start",
-        "run": "dnictl.start",
-        "resume": "dnictl.start",
+        "up": "start", "submit": "submit", "sweep": "sweep", "plan": "submit", "profile": "submit",
+        "mpi": "start", "run": "start", "resume": "start",
     },
     "Control runs": {
-        "supervise": "dnictl.runs",
-        "stop": "dnictl.runs",
-        "restart": "dnictl.runs",
-        "scale": "dnictl.runs",
-        "wait": "dnictl.runs",
-        "rm": "dnictl.removal",
-        "prune": "dnictl.removal",
+        "supervise": "runs", "stop": "runs", "restart": "runs", "scale": "runs", "wait": "runs",
+        "rm": "removal", "prune": "removal",
     },
     "Look at runs": {
-        "ps": "dnictl.status",
-        "status": "dnictl.status",
-        "logs": "dnictl.logs",
-        "events": "dnictl.logs",
-        "tensorboard": "dnictl.tensorboard",
+        "ps": "status", "status": "status", "logs": "logs", "events": "logs",
+        "tensorboard": "tensorboard",
     },
     "Use and measure": {
-        "export": "dnictl.runs",
-        "predict": "dnictl.predict",
-        "exits": "dnictl.exits",
-        "serve": "dnictl.serve",
-        "service": "dnictl.serve",
-        "bench": "dnictl.measure",
-        "compare": "dnictl.measure",
-        "reference": "dnictl.measure",
+        "export": "runs", "predict": "predict", "exits": "exits", "serve": "serve",
+        "service": "serve", "bench": "measure", "compare": "measure", "reference": "measure",
     },
     "Release": {
-        "release": "dnictl.release",
-        "push": "dnictl.release",
-        "pull": "dnictl.release",
-        "models": "dnictl.release",
-        "diff": "dnictl.release",
+        "release": "release", "push": "release", "pull": "release", "models": "release",
+        "diff": "release",
     },
-    "This installation": {
-        "doctor": "dnictl.doctor",
-        "version": "dnictl.doctor",
-        "completion": "dnictl.doctor",
-    },
-}
+    "This installation": {"doctor": "doctor", "version": "doctor", "completion": "doctor"},
+}  # fmt: skip
 COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
 ALIASES = {"check": "validate", "list": "ps", "cancel": "stop"}
 
@@ -109,7 +73,7 @@ class Commands(click.Group):
         name = ALIASES.get(cmd_name, cmd_name)
         if name not in COMMANDS:
             return None
-        command = getattr(importlib.import_module(COMMANDS[name]), name)
+        command = getattr(importlib.import_module(f"dnictl.{COMMANDS[name]}"), name)
         assert isinstance(command, click.Command)
         return command
 

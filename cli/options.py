@@ -217,17 +217,31 @@ def chosen_run(name: str | None, runs: Path) -> Run:
     return Run.find(name, runs, trust=trusted())
 
 
+def new_run_options(command: _Command) -> _Command:
+    """Add CHAIN, and the options of each new run, whose values :func:`new_run` takes."""
+    of_all = (
+        chain_argument, backend_option, name_option, run_dir_option, runs_option, images_option,
+        data_option, level_option,
+    )  # fmt: skip
+    for option in reversed(of_all):
+        command = option(command)
+    return command
+
+
 def new_run(
     file: Path,
     *,
-    data: Path | None,
-    runs: Path,
+    backend: BackendChoice,
+    name: str | None,
     run_dir: Path | None,
-    name: str | None = None,
+    runs: Path,
+    images: Path,
+    data: Path | None,
+    log_level: str,
     carry: str | None = None,
     changes: Sequence[str] = (),
-) -> tuple[CheckedChain, Path]:
-    """Check a chain that is to be started; return it, and the directory of its new run.
+) -> tuple[CheckedChain, StartSettings]:
+    """Check a chain that is to be started; return it, and how its new run starts.
 
     ``data`` replaces its ``data.path``, and ``changes`` (NAME=VALUE) other settings; it goes on
     from the newest checkpoint of the run ``carry``.
@@ -238,6 +252,7 @@ def new_run(
     check_place(run_dir, runs, name)  # before torch is imported
     from dni_runtime.api.run import runs_in
     from dni_runtime.plan.prepare import prepare
+    from dni_runtime.plan.settings import StartSettings
 
     prepared = prepare(file, data=data)
     if changes:
@@ -256,7 +271,8 @@ def new_run(
         for run, state in runs_in(runs, chain=prepared.chain.name):
             if state.active and run.record.is_callers:
                 tell(f"another run of this chain is {state.phase}: dnictl stop {run.name}")
-    return prepared, run_root(prepared.chain.name, run_dir, runs, name)
+    root = run_root(prepared.chain.name, run_dir, runs, name)
+    return prepared, StartSettings(root, backend, images, log_level=log_level)
 
 
 def tell(line: str) -> None:

@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -17,7 +17,6 @@ from dnictl.options import (
     BackendChoice,
     backend_option,
     carry_option,
-    chain_argument,
     chosen_run,
     data_option,
     detach_option,
@@ -26,12 +25,11 @@ from dnictl.options import (
     images_option,
     json_option,
     level_option,
-    name_option,
     new_run,
+    new_run_options,
     planned_run,
     print_json,
     run_argument,
-    run_dir_option,
     runs_option,
     set_option,
     tell,
@@ -46,36 +44,16 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@chain_argument
-@backend_option
+@new_run_options
 @hosts_option
 @detach_option
-@name_option
-@run_dir_option
-@runs_option
 @carry_option
 @set_option
 @trust_option
-@images_option
-@data_option
-@level_option
 @dry_run_option
 @json_option
 def up(
-    chain: Path,
-    backend: BackendChoice,
-    hosts: str | None,
-    detach: bool,
-    name: str | None,
-    run_dir: Path | None,
-    runs: Path,
-    carry: str | None,
-    changes: tuple[str, ...],
-    images: Path,
-    data: Path | None,
-    log_level: str,
-    dry_run: bool,
-    as_json: bool,
+    chain: Path, hosts: str | None, detach: bool, dry_run: bool, as_json: bool, **options: Any
 ) -> None:
     """Train a chain here.
 
@@ -90,20 +68,16 @@ def up(
       dnictl up chain.yaml -d && dnictl logs -f
       dnictl up chain.yaml --hosts a,b
     """
-    from dni_runtime.plan.settings import StartSettings
     from dni_runtime.schedulers.slurm.commands import own_job
     from dni_runtime.schedulers.ssh import parse_hosts
 
-    prepared, root = new_run(
-        chain, data=data, runs=runs, run_dir=run_dir, name=name, carry=carry, changes=changes
-    )
-    settings = StartSettings(root, backend, images, log_level=log_level)
+    prepared, settings = new_run(chain, **options)
     if hosts is not None:
         settings = replace(settings, scheduler="ssh", hosts=parse_hosts(hosts))
-    elif backend == "auto" and own_job() is not None:
+    elif settings.backend == "auto" and own_job() is not None:
         from dni_runtime.schedulers.slurm.allocation import job_here
 
-        job = job_here(root, prepared, log_level)
+        job = job_here(settings.run, prepared, settings.log_level)
         settings = replace(settings, scheduler="slurm", job=job)
     planned = planned_run(prepared, settings)
     if dry_run:
@@ -272,26 +246,9 @@ def run(
 
 
 @click.command()
-@chain_argument
-@backend_option
-@name_option
-@run_dir_option
-@runs_option
-@images_option
-@data_option
-@level_option
+@new_run_options
 @json_option
-def mpi(
-    chain: Path,
-    backend: BackendChoice,
-    name: str | None,
-    run_dir: Path | None,
-    runs: Path,
-    images: Path,
-    data: Path | None,
-    log_level: str,
-    as_json: bool,
-) -> None:
+def mpi(chain: Path, as_json: bool, **options: Any) -> None:
     """Make a run for mpirun or srun, and print its command.
 
     Each process that the command starts finds its module by its rank. The same command, called
@@ -302,12 +259,10 @@ def mpi(
       dnictl mpi chain.yaml > train.sh && sh train.sh
     """
     from dni_runtime.files import write_json
-    from dni_runtime.plan.settings import StartSettings
     from dni_runtime.schedulers.mpi import mpirun_argv, mpirun_command
 
-    prepared, root = new_run(chain, data=data, runs=runs, run_dir=run_dir, name=name)
-    settings = StartSettings(root, backend, images, scheduler="mpi", log_level=log_level)
-    planned = planned_run(prepared, settings)
+    prepared, settings = new_run(chain, **options)
+    planned, root = planned_run(prepared, replace(settings, scheduler="mpi")), settings.run
     plan = planned.plan
     write_json(planned.create().plan, plan.to_json())
     argv, command = mpirun_argv(plan), mpirun_command(plan)

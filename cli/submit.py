@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,24 +13,18 @@ import click
 
 from dni_runtime.errors import UnavailableError, UsageError
 from dnictl.options import (
-    BackendChoice,
-    backend_option,
     carry_option,
     chain_argument,
     chosen_profile,
     complete_profiles,
     data_option,
-    images_option,
     job_options,
     json_option,
-    level_option,
-    name_option,
     new_run,
+    new_run_options,
     partition_option,
     print_json,
     profile_option,
-    run_dir_option,
-    runs_option,
     set_option,
     site_for,
     tell,
@@ -54,48 +49,33 @@ costs_option = click.option(
 
 
 @click.command()
-@chain_argument
+@new_run_options
 @profile_option
 @nodes_option
 @job_options
 @costs_option
-@backend_option
 @click.option("--dependency", metavar="LIST", help="Start after other jobs, as for sbatch.")
 @click.option("--wait", "wait_for_it", is_flag=True,
               help="Wait for the end; the exit code is the run's.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Print the batch script; submit and write nothing.")
 @click.option("--test-only", is_flag=True, help="Let Slurm check the job; submit nothing.")
 @click.option("--parsable", is_flag=True, help="Print run and job id only: RUN;JOB.")
-@name_option
-@run_dir_option
-@runs_option
 @carry_option
 @set_option
 @trust_option
-@images_option
-@data_option
-@level_option
 @json_option
 def submit(
     chain: Path,
     profile: str | None,
     nodes: int | None,
     costs: Path | None,
-    backend: BackendChoice,
     dependency: str | None,
     wait_for_it: bool,
     dry_run: bool,
     test_only: bool,
     parsable: bool,
-    name: str | None,
-    run_dir: Path | None,
-    runs: Path,
-    carry: str | None,
-    changes: tuple[str, ...],
-    images: Path,
-    data: Path | None,
-    log_level: str,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Train a chain on a Slurm cluster.
 
@@ -109,25 +89,21 @@ def submit(
     """
     if parsable and as_json:
         raise UsageError("--parsable and --json exclude each other", hint="give one of them")
-    from dni_runtime.plan.settings import StartSettings
     from dni_runtime.schedulers.slurm.submit import job_record, placement_rows, submit_run
 
     site_profile = chosen_profile(profile)
-    prepared, root = new_run(
-        chain, data=data, runs=runs, run_dir=run_dir, name=name, carry=carry, changes=changes
-    )
+    prepared, settings = new_run(chain, **options)
     request = job_request(
-        root, prepared, site_profile, nodes=nodes, costs=costs, strict=not dry_run
+        settings.run, prepared, site_profile, nodes=nodes, costs=costs, strict=not dry_run
     )
-    job = job_record(request, profile, log_level)
-    settings = StartSettings(root, backend, images, scheduler="slurm", job=job)
-    site = site_for(prepared, settings)
-    options = [] if dependency is None else [f"--dependency={dependency}"]
+    job = job_record(request, profile, settings.log_level)
+    site = site_for(prepared, replace(settings, scheduler="slurm", job=job))
+    further = [] if dependency is None else [f"--dependency={dependency}"]
     if dry_run or test_only:
         from dni_runtime.schedulers.slurm.script import render_script
 
         script = render_script(request)
-        answer = _checked(script, options) if test_only else None
+        answer = _checked(script, further) if test_only else None
         if as_json:
             print_json(
                 {"script": script, "modules": placement_rows(request, prepared), "slurm": answer}
@@ -135,7 +111,7 @@ def submit(
         else:
             click.echo(script if answer is None else answer, nl=answer is not None)
         return
-    record, number = submit_run(request, prepared, site, job, options)
+    record, number = submit_run(request, prepared, site, job, further)
     if as_json and not wait_for_it:
         print_json({"run": record.name, "path": str(record.run.root), "job": number})
     elif parsable:
