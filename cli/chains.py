@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import chain_argument, data_option, json_option, print_json, tell
+from dnictl.options import PATH, chain_argument, data_option, json_option, print_json, tell
 from dnictl.show import Column, documents, print_table, quantity, thousands
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ def _files(template: str, path: Path) -> dict[Path, str]:
     "--template", "-t", type=click.Choice(_templates()), default="mlp", show_default=True,
     help="What to start from.",
 )  # fmt: skip
-@click.argument(
-    "path", type=click.Path(path_type=Path), default=Path("chain.yaml"), metavar="[PATH]"
-)
+@click.argument("path", type=PATH, default=Path("chain.yaml"), metavar="[PATH]")
 def init(template: str, path: Path) -> None:
     """Write a first chain file to PATH (chain.yaml).
 

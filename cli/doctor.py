@@ -14,7 +14,7 @@ import click
 
 from dni_runtime import __version__
 from dni_runtime.errors import UnavailableError, UsageError
-from dnictl.options import data_option, json_option, print_json, profile_option, tell
+from dnictl.options import PATH, data_option, json_option, print_json, profile_option, tell
 from dnictl.show import Column, answer, number, print_table, quantity
 
 if TYPE_CHECKING:
@@ -29,14 +29,9 @@ _PACKAGES = ("torch", "numpy", "pyzmq", "pydantic", "safetensors")
 
 
 @click.command()
-@click.argument("chain", type=click.Path(path_type=Path), required=False, metavar="[CHAIN]")
-@click.option(
-    "--backend",
-    type=click.Choice(list(_NEEDED)),
-    default="process",
-    show_default=True,
-    help="Backend to check for: plain processes, or containers too.",
-)
+@click.argument("chain", type=PATH, required=False, metavar="[CHAIN]")
+@click.option("--backend", type=click.Choice(list(_NEEDED)), default="process", show_default=True,
+              help="Backend to check for: plain processes, or containers too.")  # fmt: skip
 @click.option("--network", is_flag=True,
               help="Measure links instead: CHAIN's links between the nodes of this Slurm "
               "allocation, or without CHAIN the links between all its nodes.")  # fmt: skip

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import DniError, ImageError
-from dnictl.options import chain_argument, data_option, json_option, out_option, print_json, tell
+from dnictl.options import (
+    FILE,
+    PATH,
+    THERE,
+    chain_argument,
+    data_option,
+    json_option,
+    out_option,
+    print_json,
+    tell,
+)
 
 if TYPE_CHECKING:
     from dni_runtime.image.build import BuildResult
@@ -28,17 +38,12 @@ if TYPE_CHECKING:
 @data_option
 @click.option("--full", is_flag=True, help="Build each module's image from its own definition.")
 @click.option("--sign", is_flag=True, help="Sign the images, with your PGP key or with --key.")
-@click.option(
-    "--key",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Private key in PEM form to sign with (implies --sign).",
-)
+@click.option("--key", type=FILE, help="Private key in PEM form to sign with (implies --sign).")
 @click.option("--force", is_flag=True, help="Rebuild everything, the base image too.")
 @click.option(
-    "--locked",
-    is_flag=True,
+    "--locked", is_flag=True,
     help="Install exactly the packages that dni.lock in --out names, by hash.",
-)
+)  # fmt: skip
 @click.option("--notest", is_flag=True, help="Do not run the images' %test.")
 @click.option("--dry-run", is_flag=True, help="Print what would be built; build nothing.")
 @click.option("--verbose", "-v", is_flag=True, help="Show the builder's whole output.")
@@ -100,13 +105,9 @@ def build(
 
 
 @click.command()
-@click.argument("images", nargs=-1, type=click.Path(path_type=Path), metavar="[IMAGE]...")
+@click.argument("images", nargs=-1, type=PATH, metavar="[IMAGE]...")
 @out_option
-@click.option(
-    "--key",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Public key in PEM form (default: your PGP keyring).",
-)
+@click.option("--key", type=THERE, help="Public key in PEM form (default: your PGP keyring).")
 @click.option("--signed", is_flag=True, help="Refuse images that are not signed.")
 @json_option
 def verify(
@@ -148,7 +149,7 @@ def verify(
 
 
 @click.command()
-@click.argument("image", type=click.Path(path_type=Path))
+@click.argument("image", type=PATH)
 @json_option
 def inspect(image: Path, as_json: bool) -> None:
     """Show an image's labels, and the spec of its module.

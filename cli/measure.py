@@ -14,6 +14,8 @@ import click
 
 from dni_runtime.errors import UnavailableError, UsageError
 from dnictl.options import (
+    FOLDER,
+    PATH,
     chain_argument,
     data_option,
     json_option,
@@ -90,11 +92,10 @@ def module(
 @click.command()
 @chain_argument
 @click.option(
-    "--interfaces",
-    metavar="NAME,…",
+    "--interfaces", metavar="NAME,…",
     help="Gradient interfaces (default: exact, synthetic, local, mixed and delayed); 'none' is the "
     "control whose modules are not trained.",
-)
+)  # fmt: skip
 @click.option(
     "--interface", "-i", "labelled", multiple=True, metavar="LABEL=INTERFACE",
     help="Another one with options, as in a chain file: 'mlp={synthetic: {synthesizer: mlp}}'.",
@@ -119,7 +120,7 @@ def module(
     "--threads", type=click.IntRange(1),
     help="Threads of plain backpropagation (default: as many as the chain's modules have).",
 )  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False),
+@click.option("--out", type=FOLDER,
               help="Folder for runs, result.json and curves.png (default: a new one).")  # fmt: skip
 @data_option
 @json_option
@@ -234,7 +235,7 @@ def _names(text: str | None) -> list[str]:
 
 
 @click.command(hidden=True)
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=PATH)
 @click.option("--threads", type=click.IntRange(1), required=True)
 def reference(run: Path, threads: int) -> None:
     """Train the network of a run directory by plain backpropagation."""

@@ -39,6 +39,11 @@ class OutputFile(click.Path):
         return path
 
 
+PATH, FILE = click.Path(path_type=Path), click.Path(path_type=Path, dir_okay=False)
+THERE = click.Path(path_type=Path, dir_okay=False, exists=True)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+"""Types of arguments: paths, files, files that exist, folders."""
+
 BackendChoice = Literal["auto", "process", "apptainer"]
 """Backends that a user can name."""
 
@@ -61,33 +66,23 @@ def complete_profiles(
     return sorted(name for name in profile_files() if name.startswith(incomplete))
 
 
-chain_argument = click.argument(
-    "chain", type=click.Path(path_type=Path), default=Path("chain.yaml"), metavar="[CHAIN]"
-)
+chain_argument = click.argument("chain", type=PATH, default=Path("chain.yaml"), metavar="[CHAIN]")
 run_argument = click.argument("run", required=False, metavar="[RUN]", shell_complete=complete_runs)
 runs_option = click.option(
-    "--runs",
-    type=click.Path(path_type=Path, file_okay=False),
-    envvar="DNICTL_RUNS",
-    default=Path("runs"),
-    show_default=True,
+    "--runs", type=FOLDER, envvar="DNICTL_RUNS", default=Path("runs"), show_default=True,
     help="Folder of the runs (also: DNICTL_RUNS).",
-)
+)  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 data_option = click.option(
-    "--data",
-    type=click.Path(path_type=Path),
-    help="Folder or file of the data, instead of the chain's data.path.",
+    "--data", type=PATH, help="Folder or file of the data, instead of the chain's data.path."
 )
 backend_option = click.option(
-    "--backend",
-    type=click.Choice(["auto", "process", "apptainer"]),
-    default="auto",
+    "--backend", type=click.Choice(["auto", "process", "apptainer"]), default="auto",
     show_default=True,
     help="Run workers as processes or in containers (auto: if Apptainer and the images exist).",
-)
+)  # fmt: skip
 _images_folder: dict[str, Any] = {
-    "type": click.Path(path_type=Path, file_okay=False),
+    "type": FOLDER,
     "envvar": "DNICTL_IMAGES",
     "default": Path("images"),
     "show_default": True,
@@ -134,12 +129,9 @@ dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print the launch plan; start and write nothing."
 )
 level_option = click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    show_default=True,
-    help="How much the workers log.",
-)
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info",
+    show_default=True, help="How much the workers log.",
+)  # fmt: skip
 _TRUST = "dnictl.trust"
 _JOB = "dnictl.job"
 
@@ -190,9 +182,7 @@ name_option = click.option(
     "--name", metavar="NAME", help="The run's name (default: the chain's, and the time)."
 )
 run_dir_option = click.option(
-    "--run-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="The run's directory, instead of a new one below --runs.",
+    "--run-dir", type=FOLDER, help="The run's directory, instead of a new one below --runs."
 )
 
 

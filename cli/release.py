@@ -9,6 +9,7 @@ import click
 
 from dni_runtime.errors import UsageError
 from dnictl.options import (
+    THERE,
     chosen_run,
     complete_runs,
     images_option,
@@ -37,7 +38,7 @@ _http_option = click.option(
 @click.option("--from", "wanted", metavar="CUT",
               help="Which checkpoint: its number, newest or best.")  # fmt: skip
 @click.option("--licence", "--license", metavar="SPDX", help="Licence of the weights.")
-@click.option("--key", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+@click.option("--key", type=THERE,
               help="Private key in PEM form to sign with; by default your PGP key.")  # fmt: skip
 @click.option("--unsigned", is_flag=True, help="Do not sign it.")
 @images_option
@@ -123,7 +124,7 @@ def push(name: str, address: str, sif: bool, plain_http: bool, as_json: bool) ->
 
 @click.command()
 @click.argument("address", metavar="oci://HOST/NAME:VERSION[@sha256:…]")
-@click.option("--key", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+@click.option("--key", type=THERE,
               help="Its signer's public key in PEM form; by default your PGP keyring.")  # fmt: skip
 @click.option("--unsigned", is_flag=True, help="Take it whoever has written it.")
 @_http_option

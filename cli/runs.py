@@ -12,6 +12,7 @@ import click
 
 from dni_runtime.errors import StoppedError, UsageError, WorkerError
 from dnictl.options import (
+    PATH,
     OutputFile,
     chosen_run,
     counts_of,
@@ -22,11 +23,7 @@ from dnictl.options import (
     tell,
     trust_option,
 )
-from dnictl.show import (
-    answer,
-    chain_line,
-    duration,
-)
+from dnictl.show import answer, chain_line, duration
 
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
@@ -212,7 +209,7 @@ def export(
 
 
 @click.command(hidden=True)
-@click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("path", metavar="RUN", type=PATH)
 @trust_option
 def supervise(path: Path) -> None:
     """Start and supervise the plan in a run directory, for --detach and batch scripts.

@@ -10,6 +10,7 @@ import click
 
 from dni_runtime.errors import UsageError
 from dnictl.options import (
+    THERE,
     backend_option,
     chosen_run,
     complete_runs,
@@ -53,11 +54,11 @@ if TYPE_CHECKING:
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any."
 )
 @click.option(
-    "--token-file", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    "--token-file", type=THERE,
     help="File of the bearer token that requests must have; only you may read it.",
 )  # fmt: skip
 @click.option(
-    "--tls", nargs=2, metavar="CERT KEY", type=click.Path(path_type=Path, exists=True),
+    "--tls", nargs=2, metavar="CERT KEY", type=THERE,
     help="Files of the certificate and its key, for HTTPS.",
 )  # fmt: skip
 @click.option(

@@ -9,6 +9,8 @@ import click
 
 from dni_runtime.errors import SpecError, UsageError
 from dnictl.options import (
+    PATH,
+    THERE,
     OutputFile,
     chosen_run,
     complete_runs,
@@ -64,12 +66,12 @@ def _names(text: str | None) -> tuple[str, ...]:
               help="Arguments of forward for the data's inputs, in their order.")  # fmt: skip
 @click.option("--returns", metavar="PATH",
               help="What to take of forward's result: logits, 0, outputs.0.logits.")  # fmt: skip
-@click.option("--weights", type=click.Path(path_type=Path), metavar="FILE",
+@click.option("--weights", type=PATH, metavar="FILE",
               help="State dict to start from (.safetensors or torch.save).")  # fmt: skip
 @click.option("--freeze", metavar="NAMES",
               help="Modules or parameters of the network that are not trained.")  # fmt: skip
 @click.option("--interface", metavar="YAML", help="Gradient interface of all modules.")
-@click.option("--settings", type=click.Path(path_type=Path, exists=True), metavar="FILE",
+@click.option("--settings", type=THERE, metavar="FILE",
               help="Chain file whose settings are taken where none are given here.")  # fmt: skip
 @click.option("--output", "-o", type=OutputFile(), default=Path("chain.yaml"),
               show_default=True, metavar="PATH", help="The chain file.")  # fmt: skip
@@ -188,10 +190,7 @@ def balance(
         ),
         quantity("memory_bytes", lambda n: parts[n].memory, megabytes, title="memory"),
         quantity(
-            "better_memory_bytes",
-            lambda n: better[n].memory,
-            megabytes,
-            title="better memory",
+            "better_memory_bytes", lambda n: better[n].memory, megabytes, title="better memory"
         ),
         Column("parameters", lambda n: parts[n].numbers, title=""),
         Column("better_parameters", lambda n: better[n].numbers, title=""),

@@ -14,6 +14,8 @@ from click.core import ParameterSource
 
 from dni_runtime.errors import UsageError
 from dnictl.options import (
+    FOLDER,
+    PATH,
     BackendChoice,
     backend_option,
     carry_option,
@@ -91,12 +93,9 @@ def up(
 @runs_option
 @detach_option
 @click.option(
-    "--from",
-    "cut",
-    default="auto",
-    metavar="CUT",
+    "--from", "cut", default="auto", metavar="CUT",
     help="Stream position of the checkpoint to resume from (default: the newest).",
-)
+)  # fmt: skip
 @click.option(
     "--epochs", type=click.IntRange(1), metavar="N",
     help="Train until it has N epochs in all; also a run that has finished.",
@@ -168,15 +167,13 @@ def _resubmit(
 @click.command("run")
 @click.argument("module")
 @click.option(
-    "-f", "--file", "chain", type=click.Path(path_type=Path), default=Path("chain.yaml"),
+    "-f", "--file", "chain", type=PATH, default=Path("chain.yaml"),
     show_default=True, help="The chain file.",
 )  # fmt: skip
 @click.option(
-    "--run-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    required=True,
+    "--run-dir", type=FOLDER, required=True,
     help="The run's directory, the same for all modules; created if missing.",
-)
+)  # fmt: skip
 @backend_option
 @images_option
 @data_option

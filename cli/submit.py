@@ -13,6 +13,7 @@ import click
 
 from dni_runtime.errors import UnavailableError, UsageError
 from dnictl.options import (
+    FILE,
     carry_option,
     chain_argument,
     chosen_profile,
@@ -41,11 +42,9 @@ nodes_option = click.option(
     "--nodes", type=click.IntRange(1, 1024), metavar="N", help="Nodes (default: the chain's)."
 )
 costs_option = click.option(
-    "--costs",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
+    "--costs", type=FILE, metavar="FILE",
     help="Output of 'dnictl bench module --json' to balance by (default: an estimate).",
-)
+)  # fmt: skip
 
 
 @click.command()

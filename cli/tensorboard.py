@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from dnictl.options import (
+    FOLDER,
     chosen_run,
     json_option,
     print_json,
@@ -23,7 +24,7 @@ _POLL_S = 2.0
 @run_argument
 @runs_option
 @click.option(
-    "--logdir", type=click.Path(path_type=Path, file_okay=False),
+    "--logdir", type=FOLDER,
     help="Write below DIRECTORY/RUN instead of the run's own folder.",
 )  # fmt: skip
 @click.option("-f", "--follow", is_flag=True, help="Follow until the run has ended.")
