@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.unit.runs import chain, make_worker, plan, prepared, record, workers
+
+__all__ = ["chain", "make_worker", "plan", "prepared", "record", "workers"]
+
 # As Python names them: docs.python.org/3/library/audit_events.html.
 _FORBIDDEN = {
     "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system",
