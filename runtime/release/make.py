@@ -5,6 +5,7 @@ The same run always makes the same release: no clock, host, path or user is in i
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import shutil
@@ -18,7 +19,7 @@ from safetensors.torch import save
 
 from dni_runtime.core.export import LAYERS_PREFIX, trained_tensors
 from dni_runtime.errors import ImageError, UsageError
-from dni_runtime.files import write_atomic, write_json
+from dni_runtime.files import opened, write_atomic, write_json
 from dni_runtime.image import sif
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.check import lock_entry, verify_hash
@@ -44,6 +45,7 @@ from dni_runtime.release.report import Report, report_of
 from dni_runtime.release.store import Store
 from dni_runtime.run.cuts import read_document, sealed, tensors_file
 from dni_runtime.run.documents.exits import Exits
+from dni_runtime.run.documents.metrics import parse_evaluation
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec.replicas import replicas_of, tails_of
@@ -85,7 +87,8 @@ def _stage(record: Record, cut: int, root: Path, release: str) -> None:
     states = {
         module: tensors_file(run.checkpoint(cut, names[0])) for module, names in replicas.items()
     }
-    parts = [read_document(run.checkpoint(cut, worker)) for worker in tails_of(record.modules)]
+    tails = tails_of(record.modules)
+    parts = [read_document(run.checkpoint(cut, worker)) for worker in tails]
     step = sum(part.get("step", 0) for part in parts)
     for worker in workers:
         module = worker.module
@@ -101,9 +104,9 @@ def _stage(record: Record, cut: int, root: Path, release: str) -> None:
     if run.sources.is_dir():
         compiled = shutil.ignore_patterns("__pycache__")  # it names paths
         shutil.copytree(run.sources, target.sources, dirs_exist_ok=True, ignore=compiled)
-    tails = tails_of(record.modules)
-    if run.metrics(tails[0]).is_file():  # the curve of its evaluations
-        shutil.copyfile(run.metrics(tails[0]), target.metrics(workers[-1].module))
+    with contextlib.suppress(FileNotFoundError), opened(run.metrics(tails[0])) as file:
+        curve = b"".join(line for line in file if parse_evaluation(line) is not None)
+        write_atomic(target.metrics(workers[-1].module), curve)
     exits = Exits.load(run.exits)
     if exits is not None and exits.checkpoint == cut:
         shutil.copytree(run.exits.parent, target.exits.parent)
