@@ -28,6 +28,7 @@ from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Mode
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.farewell import POLL_MS
+from dni_runtime.worker.join import Join
 from dni_runtime.worker.links import Attempt, WorkerLinks
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.predictor import WHOLE
@@ -36,6 +37,9 @@ from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.start import WorkerStart
 
 log = logging.getLogger(__name__)
+
+_ACK_EVERY, _ACK_S = 16, 0.1
+"""Answers are acknowledged so many at a time, or after so long: each time wakes all modules."""
 
 
 class Front:
@@ -70,6 +74,9 @@ class Front:
         self._position = 0
         self._exits = [n for n, edge in enumerate(spec.sources) for _ in edge.links]  # of links
         self._last = [0] * len(self._exits)  # position of the last message of each link
+        self._acked = [*self._last]
+        self._ack_at_s = 0.0
+        self._ack_every = max(min(_ACK_EVERY, spec.links.window - depth), 1)  # the window has room
         self._thread = threading.Thread(target=self._live, name="front", daemon=True)
         self._thread.start()
 
@@ -138,11 +145,22 @@ class Front:
                         self._answer(self._open.came(missed, number, None))
                     self._last[index] = item.id
                     self._answer(self._open.came(item.id, number, _part(item)))
-                    link.ack(item.id)
             now_s = time.monotonic()
             self._answer(self._open.late(now_s))
+            wait_s = min(self._open.wait_s(now_s), self._acknowledge(input, now_s))
             self._metrics.now("input" if self._open else "data")
-            poller.poll(int(min(POLL_MS, 1000 * self._open.wait_s(now_s))))
+            poller.poll(int(min(POLL_MS, 1000 * wait_s)))
+
+    def _acknowledge(self, input: Join, now_s: float) -> float:
+        """Acknowledge answers if it is time; return the seconds until it is."""
+        due = now_s >= self._ack_at_s
+        for index, link in enumerate(input.links):
+            pending = self._last[index] - self._acked[index]
+            # By what is not acknowledged yet, senders choose among replicas.
+            if pending and (due or link.chosen or pending >= self._ack_every):
+                self._acked[index], self._ack_at_s = self._last[index], now_s + _ACK_S
+                link.ack(self._last[index])
+        return _ACK_S if self._acked != self._last else float("inf")
 
     def _send(self, output: Fanout, id: int, inputs: tuple[Tensor, ...], whole: bool) -> None:
         self._position += 1
