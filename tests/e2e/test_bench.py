@@ -1,12 +1,16 @@
-"""``dnictl bench module``: the figures' structure and sanity, not their size."""
+"""``bench module`` and ``doctor --network`` of this host: structure and sanity of figures."""
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import Dnictl
+from tests.e2e.test_slurm_doctor import CHAIN as ACROSS
+from tests.e2e.test_slurm_doctor import sane
 
 pytestmark = pytest.mark.e2e
 
@@ -38,3 +42,18 @@ def test_module(shell: Dnictl) -> None:
     )["modules"]
     assert [one["module"] for one in found] == ["bottom"]
     assert found[0]["down_bytes"] == 64 * 32 * 4
+
+
+def test_links_of_this_host_alone(tmp_path: Path) -> None:
+    environ = {name: "" for name in os.environ if name.startswith("SLURM_JOB")}
+    dnictl = Dnictl(tmp_path, environ)
+    (tmp_path / "chain.yaml").write_text(ACROSS.format(network="ib0", security="auto"))
+    done = dnictl.run("doctor", "--network", "chain.yaml", "--json")
+    assert "this host alone" in done.stderr
+    found = json.loads(done.stdout)
+    assert found["job"] is None
+    ipc, tcp = found["links"]
+    assert (ipc["transport"], ipc["encrypted"]) == ("ipc", False)
+    assert (tcp["transport"], tcp["encrypted"]) == ("tcp", True)
+    for link in (ipc, tcp):
+        sane(link)

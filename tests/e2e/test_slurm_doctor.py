@@ -1,9 +1,8 @@
-"""``dnictl doctor --network`` on a real Slurm of three hosts, and on this host alone."""
+"""``dnictl doctor --network`` on a real Slurm of three hosts."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Dnictl, run
+from tests.e2e.conftest import run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(180)]
 
 CHAIN = """\
 name: digits
@@ -49,7 +48,6 @@ def sane(link: dict[str, Any]) -> None:
     assert all(0.1 < rate < 1e6 for rate in link["mb_per_s"].values())
 
 
-@pytest.mark.slurm
 def test_all_pairs_of_an_allocation(slurm: str, tmp_path: Path) -> None:
     found = json.loads(inside(tmp_path, 3, "--interface", slurm, "--json").stdout)
     assert found["job"].isdigit()
@@ -61,7 +59,6 @@ def test_all_pairs_of_an_allocation(slurm: str, tmp_path: Path) -> None:
         assert (link["encrypted"], link["interface"]) == (True, slurm)
 
 
-@pytest.mark.slurm
 def test_the_links_of_a_chain(slurm: str, tmp_path: Path) -> None:
     """One crosses nodes, unencrypted because the chain says so; the other stays on its node."""
     (tmp_path / "chain.yaml").write_text(CHAIN.format(network=slurm, security="none"))
@@ -74,7 +71,6 @@ def test_the_links_of_a_chain(slurm: str, tmp_path: Path) -> None:
         assert not link["encrypted"]
 
 
-@pytest.mark.slurm
 def test_nodes_that_cannot_be_joined_are_named(slurm: str, tmp_path: Path) -> None:
     """Everybody has loopback, and nobody reaches another host's."""
     done = inside(tmp_path, 2, "--interface", "lo", expect=69)
@@ -86,23 +82,7 @@ def test_nodes_that_cannot_be_joined_are_named(slurm: str, tmp_path: Path) -> No
     assert row[-4:] == ["-"] * 4
 
 
-@pytest.mark.slurm
 def test_an_interface_that_no_node_has(slurm: str, tmp_path: Path) -> None:
     done = inside(tmp_path, 2, "--interface", "10.99.0.0/24", expect=69)
     assert "n1 → n2, interface 10.99.0.0/24: " in done.stderr
     assert "no address in the network '10.99.0.0/24'" in done.stderr
-
-
-def test_this_host_alone(tmp_path: Path) -> None:
-    environ = {name: "" for name in os.environ if name.startswith("SLURM_JOB")}
-    dnictl = Dnictl(tmp_path, environ)
-    (tmp_path / "chain.yaml").write_text(CHAIN.format(network="ib0", security="auto"))
-    done = dnictl.run("doctor", "--network", "chain.yaml", "--json")
-    assert "this host alone" in done.stderr
-    found = json.loads(done.stdout)
-    assert found["job"] is None
-    ipc, tcp = found["links"]
-    assert (ipc["transport"], ipc["encrypted"]) == ("ipc", False)
-    assert (tcp["transport"], tcp["encrypted"]) == ("tcp", True)
-    for link in (ipc, tcp):
-        sane(link)
