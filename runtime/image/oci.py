@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
@@ -28,6 +29,7 @@ REF_NAME = "org.opencontainers.image.ref.name"
 MOST_DOCUMENT_BYTES = 4 << 20  # as registries limit manifests
 
 _CHUNK_BYTES = 1 << 20
+_OLD_S = 3600.0
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 Digest = Annotated[str, Field(pattern=rf"^{_DIGEST.pattern}$")]
@@ -226,7 +228,13 @@ class Layout:
         kept = {blob.digest for root in roots for blob in (root, *self.blobs(root))}
         freed = 0
         for path in self._blobs.iterdir():
-            if f"sha256:{path.name}" not in kept and not path.name.startswith("."):
-                freed += path.stat().st_size
+            status = path.stat()
+            age_s = time.time() - status.st_mtime
+            if path.name.startswith("."):  # being written, or left by a process that was killed
+                gone = age_s > _OLD_S
+            else:
+                gone = f"sha256:{path.name}" not in kept
+            if gone:
+                freed += status.st_size
                 path.unlink()
         return freed

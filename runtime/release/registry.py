@@ -19,12 +19,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
-import requests
-from requests.utils import parse_dict_header
-
 from dni_runtime.errors import ImageError, UnavailableError, UsageError
 from dni_runtime.image.oci import INDEX, MANIFEST, MOST_DOCUMENT_BYTES, Descriptor, Layout
 from dni_runtime.release.names import Address
+
+try:
+    import requests
+    from requests.utils import parse_dict_header
+except ModuleNotFoundError:
+    raise UnavailableError(
+        "requests is not installed", hint="pip install 'dni-runtime[registry]'"
+    ) from None
 
 _CHUNK_BYTES = 16 << 20  # of an upload: what is lost at most when it is cut off
 _TIMEOUT_S = (20.0, 120.0)  # to connect; for each answer
