@@ -120,7 +120,7 @@ def sweep(
         job = job_record(request, profile, log_level)
         job_settings = StartSettings(root, backend, images, scheduler="slurm", job=job)
         record, number = submit_run(
-            request, variant.prepared, site_for(prepared, job_settings), job
+            request, variant.prepared, site_for(variant.prepared, job_settings), job
         )
         tell(f"{variant.run}: job {number}")
         return Run(record)
