@@ -120,20 +120,12 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
         Column("hash", title=""),
     ]
     if as_json:
-        print_json(
-            {
-                "chain": prepared.chain.name,
-                "file": str(chain),
-                "valid": True,
-                "parameters": sum(counts.values()),
-                "batches_per_epoch": prepared.batches_per_epoch,
-                "total_steps": prepared.total_steps,
-                "warnings": warnings,
-                "checked": looked.checked,
-                "unchecked": looked.unchecked,
-                "modules": documents(columns, workers),
-            }
-        )
+        print_json({
+            "chain": prepared.chain.name, "file": str(chain), "valid": True,
+            "parameters": sum(counts.values()), "batches_per_epoch": prepared.batches_per_epoch,
+            "total_steps": prepared.total_steps, "warnings": warnings, "checked": looked.checked,
+            "unchecked": looked.unchecked, "modules": documents(columns, workers),
+        })  # fmt: skip
         return
     print_table(columns, workers)
     click.echo(

@@ -60,9 +60,7 @@ def doctor(
       salloc --nodes 2 dnictl doctor --network chain.yaml
     """
     if network:
-        _measure_network(
-            chain, interface=interface, profile_name=profile, data=data, as_json=as_json
-        )
+        _measure_network(chain, interface, profile, data, as_json)
         return
     if any(option is not None for option in (chain, interface, data)):
         raise UsageError(
@@ -82,14 +80,10 @@ def doctor(
     }
     ready = [name for name, names in lacking.items() if not names]
     if as_json:
-        print_json(
-            {
-                "backend": backend,
-                "ready": backend in ready,
-                "backends": ready,
-                "checks": [asdict(check) for check in checks],
-            }
-        )
+        print_json({
+            "backend": backend, "ready": backend in ready, "backends": ready,
+            "checks": [asdict(check) for check in checks],
+        })  # fmt: skip
     elif backend not in ready:
         problems = ", ".join(lacking[backend])
         click.echo(f"\nthe {backend} backend cannot be used here: see {problems}")
@@ -148,12 +142,7 @@ def _show(check: Check, *, needed: bool) -> None:
 
 
 def _measure_network(
-    chain: Path | None,
-    *,
-    interface: str | None,
-    profile_name: str | None,
-    data: Path | None,
-    as_json: bool,
+    chain: Path | None, interface: str | None, name: str | None, data: Path | None, as_json: bool
 ) -> None:
     """Measure links and print the figures."""
     from dni_runtime.measure.network import SIZES_BYTES, measure_lines, step_on
@@ -166,7 +155,7 @@ def _measure_network(
             "--interface is for measuring without a chain",
             hint=f"set links.interface in {str(chain)!r}",
         )
-    profile = load_profile(profile_name)
+    profile = load_profile(name)
     allocation = allocation_here()
     lines = _lines(chain, interface or profile.interface, profile, data, allocation)
     if not lines:

@@ -197,15 +197,12 @@ def _show_plan(plan: BuildPlan, out: Path, as_json: bool) -> None:
     state = "is ready" if base.ready else "would be built"
     name = base.image.name if base.image else "its wheels would be downloaded first"
     if as_json:
-        print_json(
-            {
-                "base": {"image": str(base.image) if base.image else None, "ready": base.ready},
-                "modules": [
-                    {"module": p.module.name, "build": p.reason is not None, "reason": p.reason}
-                    for p in plan.modules
-                ],
-            }
-        )
+        modules = [
+            {"module": p.module.name, "build": p.reason is not None, "reason": p.reason}
+            for p in plan.modules
+        ]
+        image = str(base.image) if base.image else None
+        print_json({"base": {"image": image, "ready": base.ready}, "modules": modules})
         return
     click.echo(f"base image: {state} ({name})")
     for entry in plan.modules:

@@ -78,13 +78,8 @@ def module(
         observe=None if as_json else tell,
     )  # fmt: skip
     if as_json:
-        print_json(
-            {
-                "chain": prepared.chain.name,
-                "repetitions": repetitions,
-                "modules": [asdict(cost) for cost in costs],
-            }
-        )
+        measured = [asdict(cost) for cost in costs]
+        print_json({"chain": prepared.chain.name, "repetitions": repetitions, "modules": measured})
         return
     _print_modules(costs)
 
@@ -150,16 +145,7 @@ def compare(
       dnictl compare chain.yaml --strategies local-sgd,diloco --replicas 4
     """
     from dni_runtime.files import write_json
-    from dni_runtime.measure.compare import (
-        Method,
-        default_target,
-        metric_of,
-        panels,
-        read_interfaces,
-        read_strategies,
-        summarize,
-        variant,
-    )
+    from dni_runtime.measure import compare as ways
     from dni_runtime.measure.curves import draw_curves
     from dni_runtime.measure.reference import REFERENCE, default_threads
     from dni_runtime.plan.prepare import prepare
@@ -170,42 +156,38 @@ def compare(
                 "interfaces and strategies are not compared at once",
                 hint="the chain file says which interface the modules have beside replicas",
             )
-        methods = read_strategies(_names(strategies), labelled_strategies, replicas)
+        methods = ways.read_strategies(_names(strategies), labelled_strategies, replicas)
     else:
         every = "exact,synthetic,local,mixed,delayed" if interfaces is None else interfaces
-        methods = read_interfaces(_names(every), labelled)
+        methods = ways.read_interfaces(_names(every), labelled)
     prepared = prepare(chain, data=data)
     if prepared.chain.eval_every == 0:
         raise UsageError(
             f"{prepared.locate('eval_every')}: 0, so there are no evaluations to compare",
             hint="remove it, or set it to 1",
         )
-    metric = metric_of(prepared.chain)
+    metric = ways.metric_of(prepared.chain)
     numbers = range(prepared.chain.seed, prepared.chain.seed + seeds)
     # All variants are checked before the first one starts.
     variants = [
-        (label, seed, variant(prepared, method, seed))
+        (label, seed, ways.variant(prepared, method, seed))
         for seed in numbers
         for label, method in methods.items()
     ]
-    plain = Method(interface="exact", replicas=1)
-    references = [(REFERENCE, seed, variant(prepared, plain, seed)) for seed in numbers]
+    plain = ways.Method(interface="exact", replicas=1)
+    references = [(REFERENCE, seed, ways.variant(prepared, plain, seed)) for seed in numbers]
     threads = threads or default_threads(prepared)
     folder = out or Path(f"compare-{prepared.chain.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     trials: list[Trial] = []
     for method, seed, changed in (*references, *variants):
         trials.append(_train(changed, method, seed, metric, folder, threads, quiet=as_json))
-        level = default_target(trials, metric) if target is None else target
-        rows = summarize(trials, metric, level)
+        level = ways.default_target(trials, metric) if target is None else target
+        rows = ways.summarize(trials, metric, level)
         document = {
-            "chain": prepared.chain.name,
-            "metric": metric.name,
-            "target": level,
-            "epochs": prepared.chain.epochs,
-            "threads": threads,
-            "rows": [asdict(row) for row in rows],
-            "trials": [asdict(trial) for trial in trials],
-        }
+            "chain": prepared.chain.name, "metric": metric.name, "target": level,
+            "epochs": prepared.chain.epochs, "threads": threads,
+            "rows": [asdict(row) for row in rows], "trials": [asdict(trial) for trial in trials],
+        }  # fmt: skip
         write_json(folder / "result.json", document)
         if not as_json:
             last = trials[-1]
@@ -217,7 +199,7 @@ def compare(
             )
     picture = folder / "curves.png"
     try:
-        curves = draw_curves(prepared.chain.name, panels(trials, metric.name))
+        curves = draw_curves(prepared.chain.name, ways.panels(trials, metric.name))
     except UnavailableError as error:
         tell(f"no picture: {error}")
     else:
@@ -248,15 +230,9 @@ def reference(run: Path, threads: int) -> None:
 
 
 def _train(
-    prepared: CheckedChain,
-    method: str,
-    seed: int,
-    metric: ComparedMetric,
-    folder: Path,
-    threads: int,
-    *,
-    quiet: bool,
-) -> Trial:
+    prepared: CheckedChain, method: str, seed: int, metric: ComparedMetric, folder: Path,
+    threads: int, *, quiet: bool,
+) -> Trial:  # fmt: skip
     from dni_runtime.api.run import Run
     from dni_runtime.measure.compare import read_trial
     from dni_runtime.measure.reference import REFERENCE, run_reference

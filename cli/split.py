@@ -224,19 +224,12 @@ def _end(name: str | None) -> str:
 
 def _document(part: NetworkPart) -> dict[str, Any]:
     return {
-        "module": part.name,
-        "after": part.after,
-        "until": part.until,
-        "inputs": list(part.inputs or ()),
-        "output": " and ".join(map(str, part.outputs)),
-        "parameters": part.numbers,
-        "seconds": part.seconds,
-        "interface_seconds": part.interface_s,
-        "memory_bytes": part.memory,
-        "sends_bytes": part.sends,
-        "interface": part.interface and part.interface.name,
-        "because": part.because,
-    }
+        "module": part.name, "after": part.after, "until": part.until,
+        "inputs": list(part.inputs or ()), "output": " and ".join(map(str, part.outputs)),
+        "parameters": part.numbers, "seconds": part.seconds, "interface_seconds": part.interface_s,
+        "memory_bytes": part.memory, "sends_bytes": part.sends,
+        "interface": part.interface and part.interface.name, "because": part.because,
+    }  # fmt: skip
 
 
 def _data(text: str) -> dict[str, Any]:

@@ -94,7 +94,8 @@ class Chain:
         if unknown:
             raise UsageError(f"'inputs' names {min(unknown)!r}, which is not one of the modules")
         if path.exists() and not path.read_text().startswith(_WRITTEN):
-            raise UsageError(f"{str(path)!r} exists, and was not written by Chain.from_modules")
+            text = f"{str(path)!r} exists, and was not written by Chain.from_modules"
+            raise UsageError(text, hint="name another file: path='mine.yaml'")
         described = describe_modules(modules, folder)
         defaults = settings.get("defaults", {})
         document = {

@@ -315,7 +315,7 @@ def choose_cut(
     if not cuts:
         raise CheckpointError(
             f"run {run.root.name!r} has no complete checkpoint yet",
-            hint="checkpoints are written at the end of an epoch, and by 'dnictl stop'",
+            hint="the end of an epoch writes one (wait: 'dnictl wait'), and 'dnictl stop' does",
         )
     best = best_cut(run)
     named = {"newest": newest, "best": best, None: newest if best is None else best}
