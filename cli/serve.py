@@ -77,6 +77,10 @@ if TYPE_CHECKING:
     help="Rows that may wait; more are refused (429).",
 )  # fmt: skip
 @click.option(
+    "--rate", type=click.FloatRange(0, min_open=True), metavar="N",
+    help="Requests a second of one client, by its address; more are refused (429).",
+)  # fmt: skip
+@click.option(
     "--max-body", type=click.IntRange(1), default=64 << 20, show_default=True, metavar="BYTES",
     help="Largest request; larger ones are refused (413).",
 )  # fmt: skip
@@ -220,7 +224,10 @@ def _http(name: str, options: dict[str, Any]) -> HttpSettings:
         "deadline_s": options["deadline"],
         "max_body_bytes": options["max_body"],
         "probe_s": options["probe"],
-        **{key: options[key] for key in ("host", "port", "token_file", "max_waiting", "max_batch")},
+        **{
+            key: options[key]
+            for key in ("host", "port", "token_file", "max_waiting", "max_batch", "rate")
+        },
     }
     given = {
         key: value.absolute() if isinstance(value, Path) else value

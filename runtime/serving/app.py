@@ -19,6 +19,7 @@ from dni_runtime.errors import RequestError
 from dni_runtime.run.documents.figures import families, page
 from dni_runtime.serving.figures import RequestFigures
 from dni_runtime.serving.protocol import read_request, write_response
+from dni_runtime.serving.queue import Rates
 from dni_runtime.serving.settings import Settings
 from dni_runtime.serving.versions import Version, Versions
 
@@ -79,6 +80,7 @@ class App:
         self._settings = settings
         self._bearer = None if token is None else b"Bearer " + token
         self._requests: dict[str, RequestFigures] = {}  # by version; "" if it had none
+        self._rates = None if settings.rate is None else Rates(settings.rate)
         self._receiving_bytes = 0
         self._watching: set[asyncio.Task[None]] = set()
 
@@ -168,6 +170,8 @@ class App:
     async def _infer(
         self, name: str | None, scope: Message, headers: dict[bytes, bytes], receive: Receive
     ) -> _Response:
+        if self._rates is not None:
+            self._rates.admit(scope["client"][0], monotonic())
         content = await self._body(headers, receive)
         # From here to the queue nothing is awaited: the versions stay as they are.
         version = self._versions.default if name is None else self._versions[name]

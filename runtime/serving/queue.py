@@ -69,6 +69,25 @@ class Batch:
         return self.parts[0].job.whole
 
 
+class Rates:
+    """How many requests clients send: on average so many a second, and as many at once."""
+
+    def __init__(self, rate: float) -> None:
+        self._each_s, self._burst_s = 1 / rate, (max(rate, 1) - 1) / rate
+        self._due: dict[str, float] = {}  # when a client may send, had it sent none at once
+
+    def admit(self, client: str, now: float) -> None:
+        """Count a request; raises ``RequestError`` with status 429 if it comes too early."""
+        due = max(self._due.pop(client, now), now)
+        early_s = due - now - self._burst_s
+        self._due[client] = due if early_s > 0 else due + self._each_s
+        while (first := next(iter(self._due))) != client and self._due[first] <= now:
+            del self._due[first]
+        if early_s > 0:
+            text = f"this client sends more than {1 / self._each_s:g} requests a second"
+            raise RequestError(429, text, retry_after_s=ceil(early_s))
+
+
 class Queue:
     """Requests to an engine with this signature."""
 

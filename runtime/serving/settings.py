@@ -27,6 +27,7 @@ class Settings(Frozen):
     batch_wait_s: float = Field(default=0.0, ge=0)  # of a batch that is not full, for more rows
     deadline_s: float = Field(default=30.0, gt=0)  # of a request: to send it, and to answer it
     max_waiting: int = Field(default=4096, ge=1)  # rows
+    rate: float | None = Field(default=None, gt=0)  # requests a second of each client, by address
     max_body_bytes: int = Field(default=64 << 20, ge=1)
     probe_s: float = Field(default=5.0, gt=0)  # a batch went through all modules: ready so long
 

@@ -386,6 +386,14 @@ def test_a_network_that_does_not_fit_is_never_ready(start: Start) -> None:
     assert get(server).status_code == 503
 
 
+def test_a_client_that_sends_too_much_is_refused(network: Network, start: Start) -> None:
+    server = start(network, rate=0.01)
+    codes = [ask(server).status_code for _ in range(3)]
+    assert codes == [200, 429, 429]
+    assert 60 < int(ask(server).headers["retry-after"]) <= 100
+    assert get(server, "/v2").status_code == 200, "only requests for outputs count"
+
+
 def test_a_drain_answers_all(network: Network, start: Start) -> None:
     server = start(network, max_batch=2)
     wait_ready(server, "1", 10)

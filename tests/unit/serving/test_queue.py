@@ -13,7 +13,7 @@ from torch import Tensor
 from dni_runtime.errors import RequestError, WorkerError
 from dni_runtime.serving.engine import Answer
 from dni_runtime.serving.protocol import Signature
-from dni_runtime.serving.queue import Batch, Job, Queue
+from dni_runtime.serving.queue import Batch, Job, Queue, Rates
 from dni_runtime.serving.settings import Settings
 from tests.specs import float32
 
@@ -291,3 +291,30 @@ def test_each_row_is_answered_once_and_none_is_lost(actions, random) -> None:  #
         else:
             assert not poisoned
             assert outputs_of(job) == [2 * number for number in values]
+
+
+def refused_for(rates: Rates, client: str, now: float) -> int | None:
+    try:
+        rates.admit(client, now)
+    except RequestError as error:
+        return error.retry_after_s
+    return None
+
+
+def test_a_client_may_send_so_many_requests_a_second() -> None:
+    rates = Rates(4)
+    assert [refused_for(rates, "a", 10.0) for _ in range(6)] == [None] * 4 + [1, 1]
+    assert refused_for(rates, "b", 10.0) is None, "another client"
+    assert refused_for(rates, "a", 10.25) is None, "refused ones do not count"
+    assert refused_for(rates, "a", 10.26) == 1
+    assert [refused_for(rates, "a", 12.0) for _ in range(5)] == [None] * 4 + [1]
+
+
+def test_a_rate_may_be_below_one_and_clients_are_forgotten() -> None:
+    rates = Rates(0.1)
+    assert refused_for(rates, "a", 0.0) is None
+    assert refused_for(rates, "a", 4.5) == 6
+    assert refused_for(rates, "a", 10.0) is None
+    for n in range(1000):
+        rates.admit(str(n), 100.0 + 20 * n)
+    assert len(rates._due) == 1
