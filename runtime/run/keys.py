@@ -57,10 +57,13 @@ class Keyring(Protocol):
     def public(self, module: str) -> bytes | None:
         """Return a module's public key, or None if it is not known (yet)."""
 
+    def leave(self) -> None:
+        """Remove what must not stay behind."""
+
 
 @dataclass(frozen=True, slots=True)
 class KnownKeys:
-    """Keys in memory, without a run directory, for measurements."""
+    """Keys in memory: of a launcher that keeps them itself, or for measurements."""
 
     pair: KeyPair
     publics: Mapping[str, bytes]  # by module
@@ -68,6 +71,26 @@ class KnownKeys:
     def public(self, module: str) -> bytes | None:
         """Return a module's public key, or None if it is not known."""
         return self.publics.get(module)
+
+    def leave(self) -> None:
+        """Nothing stays behind."""
+
+    @classmethod
+    def read(cls, folder: Path, module: str) -> KnownKeys:
+        """Read the keys in a folder whose files are not the worker's own, such as a Secret's.
+
+        It has the files of ``RUN/keys`` that the worker needs. Who may read them is the launcher's
+        concern: modes and owners are not checked.
+        """
+        own = folder / f"{module}.key"
+        try:
+            publics = {path.stem: path.read_bytes().strip() for path in folder.glob("*.pub")}
+            return cls(_parsed(own, own.read_bytes()), publics)
+        except OSError as error:
+            raise DataError(
+                f"the key file {str(own)!r} cannot be read: {error.strerror}",
+                hint="--keys names a folder with the worker's own pair (MODULE.key)",
+            ) from None
 
 
 class RunKeys:
@@ -133,7 +156,11 @@ def _create(path: Path) -> bool:
 def load(run: RunDir, module: str) -> KeyPair:
     """Read a module's own pair."""
     path = run.key(module)
-    lines = _read(path).split(b"\n")
+    return _parsed(path, _read(path))
+
+
+def _parsed(path: Path, content: bytes) -> KeyPair:
+    lines = content.split(b"\n")
     if len(lines) != 3 or [len(line) for line in lines] != [_Z85_CHARS, _Z85_CHARS, 0]:
         raise _damaged(path)
     pair = KeyPair(lines[0], lines[1])

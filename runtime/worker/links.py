@@ -11,7 +11,7 @@ from pathlib import Path
 from dni_runtime.errors import UsageError
 from dni_runtime.link import InputLink, OutputLink, listen_address
 from dni_runtime.run.documents.records import RunRecord
-from dni_runtime.run.keys import RunKeys
+from dni_runtime.run.keys import Keyring
 from dni_runtime.run.rundir import RunDir, socket_folder
 from dni_runtime.spec import EdgeSpec, LinksSpec, WorkerSpec
 from dni_runtime.worker.exchange import Exchange
@@ -35,7 +35,7 @@ class Attempt:
     run: RunDir
     metrics: MetricsWriter
     stop: StopRequest
-    keys: RunKeys
+    keys: Keyring
 
 
 class WorkerLinks:
@@ -59,7 +59,8 @@ class WorkerLinks:
             again=start.again,
             stop=attempt.stop,
             sockets=options.ipc,
-            since=options.first or 0,
+            # attempts are counted for all workers together only by a supervisor
+            since=0 if options.by_rank else options.first or 0,
         )
         self._listening: list[tuple[InputLink, EdgeSpec]] = []
         self.input: Join | None = None  # None for the head
@@ -174,7 +175,8 @@ class WorkerLinks:
             if link is not None:
                 link.close()
         folder = self._options.ipc
-        if self._options.first is None and folder:  # manual start: nobody else does it
+        manual = self._options.by_rank or self._options.first is None
+        if manual and folder:  # nobody else does it
             with contextlib.suppress(OSError):
                 Path(folder).rmdir()
 

@@ -20,7 +20,7 @@ from dni_runtime.files import is_full
 from dni_runtime.garbage import collect_as_usual
 from dni_runtime.run.cuts import remove_temporaries
 from dni_runtime.run.documents.records import RunRecord
-from dni_runtime.run.keys import RunKeys
+from dni_runtime.run.keys import KnownKeys, RunKeys
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker import checkpoint
@@ -30,7 +30,7 @@ from dni_runtime.worker.labels import Labels
 from dni_runtime.worker.links import Attempt, WorkerLinks, link_settings
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import withdraw
-from dni_runtime.worker.options import load_spec
+from dni_runtime.worker.options import chain_start, load_spec
 from dni_runtime.worker.predictor import Predictor
 from dni_runtime.worker.pushes import Pushes
 from dni_runtime.worker.rank import heeding_stop, start_of, wait_for_others
@@ -52,9 +52,11 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
     spec = load_spec(options)
     run = RunDir(Path(options.run))
     run.create()
+    own = options.keys
+    keys = RunKeys(run, spec.module) if own is None else KnownKeys.read(Path(own), spec.module)
     metrics = MetricsWriter(run, spec, options.attempt, began=began)
+    metrics.chain_start = chain_start(options)
     metrics.set_state("starting")
-    keys = RunKeys(run, spec.module)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_naming_a_full_disk())
@@ -78,7 +80,7 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
         keys.leave()
     metrics.set_state("finished" if outcome is Stage.FINISHED else "stopped")
     if outcome is Stage.STOPPED:
-        if options.by_rank:
+        if options.by_rank and metrics.chain_start is None:
             record = RunRecord.load(run.record)
             wait_for_others(run, () if record is None else record.modules, spec.stop_grace_s)
         raise StoppedError("stopped before the end of the run", hint="resume it to continue")
@@ -142,6 +144,9 @@ class Worker:
         )
         if options.by_rank:
             self._start.begun = start_of(spec, options.start)
+        if metrics.chain_start is not None and metrics.chain_start.cut is None:
+            update = {"cut": self._start.cut}
+            metrics.chain_start = metrics.chain_start.model_copy(update=update)
         metrics.progress = self._ledger.progress
         # on the CPU, where the labels are
         self._loss = ChainLoss(spec.loss, spec.prediction, spec.label)

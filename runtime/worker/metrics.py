@@ -31,7 +31,7 @@ from dni_runtime.run.documents.metrics import (
     TrainingFigures,
     TrainLine,
 )
-from dni_runtime.run.documents.reports import DivergedValue, Report, WorkerPhase
+from dni_runtime.run.documents.reports import ChainStart, DivergedValue, Report, WorkerPhase
 from dni_runtime.run.documents.state import process_birth
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
@@ -97,6 +97,7 @@ class MetricsWriter:
     diverged: DivergedValue | None = None  # what was not finite; see worker/divergence.py
     # bytes that it has saved while it saves its state, else None
     saving: Callable[[], int | None] = lambda: None
+    chain_start: ChainStart | None = None  # for the report
     report: ReportWriter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -342,6 +343,7 @@ class MetricsWriter:
             exit_code=self._exit_code,
             warning=self.warning,
             diverged=self.diverged,
+            chain_start=self.chain_start,
         )
 
     def _rate(self, counter: Literal["step", "samples"]) -> float | None:

@@ -15,7 +15,7 @@ from dni_runtime.errors import EncryptionError, UnansweredError, UnavailableErro
 from dni_runtime.link import InputLink, OutputLink, encrypted
 from dni_runtime.run.documents.reports import ENDED, Endpoint, Report
 from dni_runtime.run.documents.state import COMING, RunState
-from dni_runtime.run.keys import RunKeys
+from dni_runtime.run.keys import Keyring
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.exchange import Exchange
@@ -213,7 +213,7 @@ class Neighbours:
 
 
 def publish(
-    run: RunDir, spec: WorkerSpec, attempt: int, addresses: Mapping[str, str], keys: RunKeys
+    run: RunDir, spec: WorkerSpec, attempt: int, addresses: Mapping[str, str], keys: Keyring
 ) -> None:
     """Write the endpoint record, by which the modules upstream find this one.
 

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from dni_runtime.errors import DataError, ImageError, UsageError
+from dni_runtime.errors import DataError, ImageError, UnavailableError, UsageError
+from dni_runtime.files import write_atomic
 from dni_runtime.run.documents.records import RunRecord
-from dni_runtime.run.documents.reports import Report
+from dni_runtime.run.documents.reports import ChainStart, Report
 from dni_runtime.run.rundir import RunDir, hash_name, socket_folder
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.named import module_of, worker_name
 from dni_runtime.spec.replicas import with_replicas
-from dni_runtime.worker.rank import worker_of_rank
+from dni_runtime.worker.rank import JOB_INDEX, worker_of_rank
 from dni_runtime.worker.start import IMAGE_SPEC, WorkerStart
 
 
 def by_rank(start: WorkerStart, environ: Mapping[str, str]) -> WorkerStart:
-    """Complete the start of a process that ``mpirun`` or ``srun`` has started.
+    """Complete the start of a process that ``mpirun``, ``srun`` or an Indexed Job has started.
 
     Each start is another attempt. Sockets of ranks on one host lie in one folder, whose name
     follows from the run: in containers all run directories have the same path.
+
+    A pod of a Job that is replaced alone goes on from its own newest state, as one that a
+    supervisor restarts. That it is not a start of the whole chain follows from its last report.
     """
     run = RunDir(Path(start.run))
+    if start.given is not None:
+        _take(run, Path(start.given))
     record = RunRecord.load(run.record)
     if record is None:
         raise DataError(
@@ -34,14 +40,72 @@ def by_rank(start: WorkerStart, environ: Mapping[str, str]) -> WorkerStart:
             hint="make a run directory with 'dnictl mpi', and mount it there, or name it with "
             "--run; all hosts must see it",
         )
-    module = worker_of_rank(environ, record.modules)
+    ranks = [name for name in record.modules if start.module in ("", module_of(name))]
+    if not ranks:
+        raise UsageError(
+            f"--by-rank: the run has no module {start.module!r}",
+            hint=f"its workers: {', '.join(record.modules)}",
+        )
+    module = worker_of_rank(environ, ranks)
+    report = Report.read(run.worker(module))
+    attempt, first, resume = report.attempt + 1, None, start.resume
+    if start.start is not None and JOB_INDEX in environ:
+        first, before = attempt, report.chain_start
+        if before is not None and before.number == start.start and before.cut is not None:
+            first, resume = before.first, str(before.cut)
     name = hash_name(f"{os.getuid()}:{record.host}:{record.name}:{record.created}")
     return replace(
         start,
         module=module,
-        attempt=Report.read(run.worker(module)).attempt + 1,
+        attempt=attempt,
+        first=first,
+        resume=resume,
         ipc=start.ipc or str(socket_folder(run.root, Path("/tmp") / f"dni-{name}")),
     )
+
+
+def chain_start(start: WorkerStart) -> ChainStart | None:
+    """Return what the report of a worker says that may be replaced alone; see :func:`by_rank`."""
+    if not start.by_rank or start.first is None:
+        return None
+    cut = int(start.resume) if start.resume.isdecimal() else None
+    return ChainStart(number=start.start or 0, first=start.first, cut=cut)
+
+
+def _take(run: RunDir, given: Path) -> None:
+    """Write a new run's first files into its directory, unless they are there.
+
+    Several workers may do so at once. The record is last: with it, the run is complete.
+    """
+    try:
+        run.create()
+        files = {path.relative_to(given): path.read_bytes() for path in _files(given)}
+        there = run.record.exists()
+        for name in sorted(files, key=Path(run.record.name).__eq__):
+            path = run.root / name
+            if not there:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                write_atomic(path, files[name])
+            elif name.parent.name == "specs" and path.read_bytes() != files[name]:
+                raise UsageError(
+                    f"{str(run.root)!r} holds a run of another chain file, or an older one",
+                    hint="give the new run another name, or remove that folder",
+                )
+    except OSError as error:
+        raise UnavailableError(
+            f"--given: the run directory {str(run.root)!r} cannot be made: {error.strerror} "
+            f"({error.filename})",
+            hint=f"the volume must be there, and writable for user {os.getuid()}",
+        ) from None
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder that Kubernetes mounts, without its own (``..data``)."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.name.startswith(".."):
+            yield from _files(path)
+        elif path.is_file():
+            yield path
 
 
 def load_spec(start: WorkerStart, image: Path = IMAGE_SPEC) -> WorkerSpec:

@@ -2,7 +2,7 @@
 
 ``mpirun``, ``srun`` and an Indexed Job of Kubernetes give all processes the same command. The
 launcher's variables give each a rank, which is its place in the run's list of workers, replicas
-included.
+included; if the command names a module, in that of the module's replicas.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.background import repeating
 from dni_runtime.worker.signals import StopRequest
 
+JOB_INDEX = "JOB_COMPLETION_INDEX"
+"""Set by an Indexed Job of Kubernetes, with a pod for each rank: a dead one is replaced alone."""
+
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),  # MVAPICH
@@ -28,7 +31,7 @@ LAUNCHERS = (
         "SLURM_STEP_NUM_TASKS",
     ),  # srun with any --mpi; a batch script lacks the second
     ("PMIX_RANK", None),  # other launchers with PMIx, which has no variable for the size
-    ("JOB_COMPLETION_INDEX", None),  # an Indexed Job of Kubernetes: one pod for each rank
+    (JOB_INDEX, None),
 )
 """Variables of rank and size. The first pair that is set counts: the innermost launcher's, because
 a batch script's ``mpirun`` inherits Slurm's variables."""

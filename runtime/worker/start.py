@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,21 +45,30 @@ def _where_to_resume(text: str) -> str:
     return text
 
 
+def _number_of_start(text: str) -> int:
+    try:
+        return int(text) if text.isdecimal() else uuid.UUID(text).int >> 65
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a UUID") from None
+
+
 @dataclass(frozen=True)
 class WorkerStart:
     """One start of one worker; paths are as the worker sees them."""
 
     run: str = _option("run directory (%(default)s)", ".")
     module: str = _option("which module (default: the image's)", "")
-    by_rank: bool = _option("the worker of this process's rank: mpirun, srun", False)
+    by_rank: bool = _option(
+        "the worker of this process's rank: mpirun, srun; in an Indexed Job that of --module", False
+    )
     spec: str | None = _option("the module's spec (default: image's, else run's)")
     ipc: str = _option("folder for ipc sockets", "")
     attempt: int = _option("which start of the module this is", 1, type=int)
     first: int | None = _option("the attempt that --resume is meant for (this one)", type=int)
     start: int | None = _option(
         "with --by-rank: which start of the whole chain this is, the same for all ranks and each "
-        "time a higher number, such as $(date +%%s)",
-        type=int,
+        "time another: a higher number, such as $(date +%%s), or the UUID of a Job",
+        type=_number_of_start,
     )
     resume: str = _option(
         "auto, own, none, or a checkpoint's number", "auto", type=_where_to_resume
@@ -78,6 +88,13 @@ class WorkerStart:
     listen: str | None = _option("address to listen on: ipc://PATH or tcp://IP:PORT")
     connect: str | None = _option("address of the module downstream")
     data: str | None = _option("folder or file of the data or labels that the module reads")
+    keys: str | None = _option(
+        "folder of the worker's key pair and its neighbours' public keys, which the launcher keeps "
+        "from others, such as a Secret's (default: the run's)"
+    )
+    given: str | None = _option(
+        "with --by-rank: folder of the run's first files, for a run directory without them"
+    )
 
     def argv(self) -> list[str]:
         """Return the arguments of a worker that is to start so."""
@@ -98,13 +115,11 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="dni-worker", description="Serves one module of a chain.", epilog=EPILOG
     )
-    which = p.add_mutually_exclusive_group()
     for field in dataclasses.fields(WorkerStart):
-        to = which if field.name in ("module", "by_rank") else p
         if field.default is False:
-            to.add_argument(_name_of(field), action="store_true", help=field.metadata["help"])
+            p.add_argument(_name_of(field), action="store_true", help=field.metadata["help"])
         else:
-            to.add_argument(_name_of(field), default=field.default, **field.metadata)
+            p.add_argument(_name_of(field), default=field.default, **field.metadata)
     p.set_defaults(replicas={})
     if IMAGE_SPEC.is_file():
         p.set_defaults(run="/dni/run")

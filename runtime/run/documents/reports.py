@@ -48,6 +48,14 @@ class _OfWorker(Document):
         return self if self.attempt == attempt else type(self)()
 
 
+class ChainStart(Document):
+    """The start of the whole chain that a worker was started in, if nobody supervises it."""
+
+    number: int  # which start it is: the launcher's word for it
+    first: int  # the worker's first attempt in it
+    cut: int | None = None  # where that began; None: it has not
+
+
 class Report(_OfWorker):
     """A worker's report (docs/metrics.md); false if it is empty."""
 
@@ -74,6 +82,7 @@ class Report(_OfWorker):
     exit_code: int | None = None  # that follows from the error
     warning: str | None = None  # newest problem that did not end it
     diverged: DivergedValue | None = None  # the newest
+    chain_start: ChainStart | None = None  # None: a supervisor knows, or all workers end together
 
 
 class Endpoint(_OfWorker):
