@@ -39,7 +39,7 @@ GROUPS = {
     "Make images": {"build": "images", "verify": "images", "inspect": "images"},
     "Train": {
         "up": "start", "submit": "submit", "sweep": "sweep", "plan": "submit", "profile": "submit",
-        "mpi": "start", "run": "start", "resume": "start",
+        "mpi": "start", "render": "render", "run": "start", "resume": "start",
     },
     "Control runs": {
         "supervise": "runs", "stop": "runs", "restart": "runs", "scale": "runs", "wait": "runs",

@@ -33,6 +33,10 @@ from dni_runtime.worker.version import STARTED_WITH, this_version
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
+UNSUPERVISED = ("mpi", "kubernetes")
+"""Schedulers whose launcher starts workers that find their modules by rank."""
+
+
 @dataclass(frozen=True)
 class StartSettings:
     """What a user chooses for a start of a run, besides the chain."""
@@ -57,7 +61,7 @@ class StartSettings:
     @property
     def by_rank(self) -> bool:
         """Whether one launcher starts all workers, by one command."""
-        return self.scheduler == "mpi"
+        return self.scheduler in UNSUPERVISED
 
     @property
     def supervised(self) -> bool:

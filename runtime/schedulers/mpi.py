@@ -14,7 +14,7 @@ from socket import gethostname
 from dni_runtime.errors import DivergedError, StoppedError, UsageError, WorkerError
 from dni_runtime.files import written_lately
 from dni_runtime.plan.plan import SOCKETS_TARGET, LaunchPlan, WorkerPlan
-from dni_runtime.plan.settings import StartRequest, make_plan
+from dni_runtime.plan.settings import UNSUPERVISED, StartRequest, make_plan
 from dni_runtime.run.documents.records import RunRecord
 from dni_runtime.run.documents.reports import ENDED, Report
 from dni_runtime.run.documents.state import ModuleState, RunState, process_birth
@@ -33,23 +33,11 @@ class Mpi(Scheduler):
 
     def plan(self, request: StartRequest) -> LaunchPlan:
         chain, workers = request.chain, request.workers
-        apart = "the labels are" if chain.data.splits else None
-        if workers[0].replicas > 1 and chain.data.per_replica:
-            apart = f"the replicas of {module_of(workers[0].module)!r} have"
-        if apart is not None:
-            raise UsageError(
-                f"{apart} data of their own, but all ranks get the same command",
-                hint="use 'dnictl up' or 'dnictl submit', or a data set that they share",
-            )
+        check_ranks(request, "mpirun")
         if chain.links.transport == "auto" and chain.links.interface is not None:
             # where the ranks will run is not known
             links = {worker.module: ("tcp", None) for worker in workers}
             request = replace(request, site=replace(request.site, links=links))
-        if chain.callbacks:
-            raise UsageError(
-                "a run that mpirun starts has no supervisor, which would call the 'callbacks'",
-                hint="use 'dnictl up' or 'dnictl submit', or leave them out",
-            )
         plan = make_plan(request)
         # All ranks have the same command: any image of the chain, and what any worker needs.
         mounts = dict.fromkeys(mount for worker in plan.workers for mount in worker.mounts)
@@ -80,6 +68,24 @@ class Mpi(Scheduler):
         return [_describe(run, state) for run, state in zip(runs, states, strict=True)]
 
 
+def check_ranks(request: StartRequest, launcher: str) -> None:
+    """Refuse what needs a supervisor, or a command of each worker's own."""
+    chain, workers = request.chain, request.workers
+    apart = "the labels are" if chain.data.splits else None
+    if workers[0].replicas > 1 and chain.data.per_replica:
+        apart = f"the replicas of {module_of(workers[0].module)!r} have"
+    if apart is not None:
+        raise UsageError(
+            f"{apart} data of their own, but all ranks get the same command",
+            hint="use 'dnictl up' or 'dnictl submit', or a data set that they share",
+        )
+    if chain.callbacks:
+        raise UsageError(
+            f"a run that {launcher} starts has no supervisor, which would call the 'callbacks'",
+            hint="use 'dnictl up' or 'dnictl submit', or leave them out",
+        )
+
+
 def mpirun_argv(plan: LaunchPlan) -> list[str]:
     """Return the command that starts all workers of a plan of :class:`Mpi`."""
     return ["mpirun", "-n", str(len(plan.workers)), *Mpi().command(plan.workers[0])]
@@ -96,7 +102,7 @@ def _describe(run: RunDir, state: RunState) -> RunState:
     if state.phase != "new":  # it has a supervisor
         return state
     record = RunRecord.load(run.record)
-    if record is None or record.scheduler != "mpi":
+    if record is None or record.scheduler not in UNSUPERVISED:
         return state
     reports = {name: Report.read(run.worker(name)) for name in record.modules}
     state = judge(reports, {name for name, report in reports.items() if _lives(run, report)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -91,6 +92,7 @@ def _take(run: RunDir, given: Path) -> None:
                     f"{str(run.root)!r} holds a run of another chain file, or an older one",
                     hint="give the new run another name, or remove that folder",
                 )
+        importlib.invalidate_caches()  # the folder of sources was not there
     except OSError as error:
         raise UnavailableError(
             f"--given: the run directory {str(run.root)!r} cannot be made: {error.strerror} "

@@ -10,10 +10,10 @@ import pytest
 from dni_runtime.errors import DataError, ImageError, UsageError
 from dni_runtime.files import write_atomic
 from dni_runtime.run.documents.records import RunRecord
-from dni_runtime.run.documents.reports import Report
+from dni_runtime.run.documents.reports import ChainStart, Report
 from dni_runtime.run.rundir import RunDir
-from dni_runtime.worker.options import by_rank, load_spec
-from dni_runtime.worker.rank import worker_of_rank
+from dni_runtime.worker.options import by_rank, chain_start, load_spec
+from dni_runtime.worker.rank import JOB_INDEX, worker_of_rank
 from dni_runtime.worker.start import WorkerStart
 from tests.unit.worker.test_resume import workers as specs_of
 
@@ -89,6 +89,30 @@ def test_each_start_is_another_attempt(run: RunDir) -> None:
     again = by_rank(WorkerStart(str(run.root), by_rank=True), RANK_1)
     assert (again.attempt, again.ipc) == (5, start.ipc)
     Path(start.ipc).rmdir()
+
+
+def test_a_pod_is_replaced_alone_if_its_job_is_the_same(run: RunDir) -> None:
+    start, index = WorkerStart(str(run.root), "b", by_rank=True, start=7), {JOB_INDEX: "0"}
+
+    def report(**more: object) -> WorkerStart:
+        before = ChainStart(number=7, first=3, **more)  # type: ignore[arg-type]
+        Report(module="b", attempt=4, chain_start=before).write(run.worker("b"))
+        return by_rank(start, index)
+
+    new = by_rank(start, index)
+    assert (new.module, new.attempt, new.first, new.resume) == ("b", 1, 1, "auto")
+    again = report(cut=20)
+    assert (again.attempt, again.first, again.resume) == (5, 3, "20")
+    assert chain_start(again) == ChainStart(number=7, first=3, cut=20)
+    not_begun = report()
+    assert (not_begun.first, not_begun.resume) == (5, "auto")
+    report(cut=20)
+    other = by_rank(replace(start, start=8), index)
+    assert (other.first, other.resume) == (5, "auto")
+    assert by_rank(replace(start, module=""), RANK_1).first is None, "mpirun restarts all"
+    with pytest.raises(UsageError, match="no module 'x'"):
+        by_rank(replace(start, module="x"), index)
+    Path(new.ipc).rmdir()
 
 
 def test_ranks_without_a_run(tmp_path: Path) -> None:

@@ -1,0 +1,150 @@
+"""Rendered pods train: as processes here; in containers in tests/nightly."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dni_runtime.run.cuts import complete_cuts
+from dni_runtime.run.documents.reports import Report
+from dni_runtime.run.rundir import RunDir
+from dni_runtime.worker.start import _number_of_start
+from tests.conftest import eventually
+from tests.e2e.conftest import ENDS, PAIR, PAUSE, PAUSES, Site
+from tests.e2e.pods import JOB_UID, pods_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+EPOCHS = 8
+
+
+@pytest.fixture
+def pods(site: Site, tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """The pods of two modules whose links are encrypted."""
+    (site.folder / "pause.py").write_text(PAUSE)
+    chain = site.folder / "chain.yaml"
+    text = PAIR % EPOCHS + "links: {security: curve}\nrestart: {snapshot_s: 0.5}\n"
+    chain.write_text(
+        text.replace(
+            "{in_features: 64, out_features: 10}}",
+            "{in_features: 64, out_features: 10}}, " + PAUSES,
+        )
+    )
+    site.run(
+        "render", "kubernetes", chain, "-o", "k8s", "--image", "localhost/dni:1", "--name", "run"
+    )
+    host = tmp_path / "host"
+    host.mkdir()
+    return pods_of(site.folder / "k8s", host, {"POD_IP": "127.0.0.1"})
+
+
+class Pods:
+    """Pods as processes; each has its files where its volumes are."""
+
+    def __init__(self, pods: dict[str, dict[str, Any]]) -> None:
+        self._pods = pods
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str) -> None:
+        spec = self._pods[name]["spec"]
+        (worker,) = spec["containers"]
+        paths = {one["name"]: one["hostPath"]["path"] for one in spec["volumes"]}
+        words = worker["args"]
+        for mount in worker["volumeMounts"]:
+            if mount["name"] != "tmp":
+                path = paths[mount["name"]]
+                words = [re.sub(rf"^{mount['mountPath']}", path, word) for word in words]
+        environ = os.environ | {one["name"]: one["value"] for one in worker["env"]}
+        self.processes[name] = subprocess.Popen(
+            [sys.executable, "-P", "-m", "dni_runtime.worker", *words], env=environ
+        )
+
+
+@pytest.fixture
+def played(pods: dict[str, dict[str, Any]]) -> Iterator[Pods]:
+    it = Pods(pods)
+    yield it
+    for process in it.processes.values():
+        process.kill()
+        process.wait()
+
+
+def run_of(pods: dict[str, dict[str, Any]]) -> RunDir:
+    (runs,) = (v["hostPath"]["path"] for v in pods["top"]["spec"]["volumes"] if v["name"] == "runs")
+    return RunDir(Path(runs) / "run")
+
+
+@pytest.mark.parametrize("victim", ENDS)
+def test_a_pod_that_dies_is_replaced_alone(
+    victim: str, pods: dict[str, dict[str, Any]], played: Pods
+) -> None:
+    run = run_of(pods)
+    for name in ENDS:
+        played.start(name)
+
+    def step(name: str) -> int:
+        return Report.read(run.worker(name)).step or 0
+
+    eventually(
+        "a module's state is saved", lambda: run.snapshot(victim).exists() and step("top") > 5
+    )
+    before = step(victim)
+    played.processes[victim].send_signal(signal.SIGKILL)
+    assert played.processes[victim].wait(30) == -signal.SIGKILL
+    played.start(victim)  # as the Job does
+    for name in ENDS:
+        assert played.processes[name].wait(120) == 0
+    report = Report.read(run.worker(victim))
+    assert (report.attempt, report.state) == (2, "finished")
+    assert report.chain_start is not None
+    assert (report.chain_start.first, report.chain_start.cut) == (1, 0)
+    assert report.chain_start.number == _number_of_start(JOB_UID)
+    assert "resumes at" in run.log(victim, 2).read_text()
+    assert Report.read(run.worker(next(one for one in ENDS if one != victim))).attempt == 1
+    assert (report.step or 0) > before
+    assert "encrypted" in run.log("top", 1).read_text()
+    assert not run.keys.exists(), "the keys are the Secrets'"
+    assert complete_cuts(run, ENDS)
+
+
+def test_a_new_job_is_a_new_start(pods: dict[str, dict[str, Any]], played: Pods) -> None:
+    """As after ``kubectl delete`` and ``apply``: all start at the newest common checkpoint."""
+    run = run_of(pods)
+    for name in ENDS:
+        played.start(name)
+    eventually("an epoch", lambda: complete_cuts(run, ENDS), 30)
+    played.processes["bottom"].terminate()  # the whole chain stops, as if its nodes were drained
+    for name in ENDS:
+        assert played.processes[name].wait(60) == 75
+    (cut, *_) = sorted(complete_cuts(run, ENDS), reverse=True)
+    for pod in pods.values():
+        (worker,) = pod["spec"]["containers"]
+        worker["args"][-1] = JOB_UID.replace("7", "8")
+    for name in ENDS:
+        played.start(name)
+    for name in ENDS:
+        assert played.processes[name].wait(120) == 0
+        report = Report.read(run.worker(name))
+        assert report.chain_start is not None
+        assert (report.chain_start.first, report.chain_start.cut) == (2, cut)
+
+
+def test_a_volume_with_another_run_is_refused(
+    pods: dict[str, dict[str, Any]], played: Pods, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(pods)
+    run.create()
+    run.record.write_text("{}")
+    run.spec("top").write_text("another")
+    run.spec("bottom").write_text("another")
+    played.start("top")
+    assert played.processes["top"].wait(60) == 64
+    assert "holds a run of another chain file" in capfd.readouterr().err

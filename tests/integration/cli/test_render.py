@@ -1,0 +1,232 @@
+"""What ``dnictl render kubernetes`` writes, checked by the schemas of Kubernetes and JobSet."""
+
+from __future__ import annotations
+
+import copy
+import json
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+import zmq
+
+from dni_runtime.run.keys import KnownKeys
+from tests.unit.cli.conftest import Dnictl, WriteChain
+from tests.unit.data.conftest import IdxFolder
+
+IMAGE = "registry.example/digits@sha256:" + 64 * "a"
+VERSIONS = [f"1.{minor}" for minor in range(31, 38)]
+JOB_SET = json.loads((Path(__file__).parents[2] / "data" / "jobset.json").read_text())
+TEMPLATES = [
+    "mlp", "cnn", "fashion-mlp", "fashion-cdni", "lm", "resnet", "vit", "gpt", "two-tower",
+]  # fmt: skip
+
+Objects = list[dict[str, Any]]
+
+
+def problems(objects: Objects, versions: list[str] = VERSIONS) -> Iterator[str]:
+    """What is wrong with objects; also a kind that no schema knows."""
+    for one in objects:
+        checked = [one]
+        if one.get("kind") == "JobSet":
+            yield from (
+                e.message for e in jsonschema.Draft202012Validator(JOB_SET).iter_errors(one)
+            )
+            checked = [
+                {"apiVersion": "batch/v1", "kind": "Job", **job["template"]}
+                for job in one["spec"]["replicatedJobs"]
+            ]
+        for job in checked:
+            for version in versions:
+                try:
+                    kubernetes_validate.validate(job, version, strict=True)
+                except (
+                    kubernetes_validate.ValidationError,
+                    kubernetes_validate.SchemaNotFoundError,
+                ) as error:
+                    yield f"{version}: {error}"
+
+
+def read(folder: Path) -> dict[str, Objects]:
+    return {path.name: list(yaml.safe_load_all(path.read_text())) for path in folder.glob("*.yaml")}
+
+
+def every(files: dict[str, Objects]) -> Objects:
+    return [one for objects in files.values() for one in objects]
+
+
+def pod(files: dict[str, Objects], module: int = 0) -> dict[str, Any]:
+    """The pod of a module."""
+    jobs = files["train.yaml"]
+    if jobs[0]["kind"] == "JobSet":
+        jobs = [one["template"] for one in jobs[0]["spec"]["replicatedJobs"]]
+    spec = jobs[module]["spec"]["template"]["spec"]
+    assert isinstance(spec, dict)
+    return spec
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_templates(template: str, dnictl: Dnictl, folder: Path) -> None:
+    assert dnictl("init", "--template", template).code == 0
+    arguments: tuple[str | Path, ...] = ()
+    if template.startswith("fashion"):
+        IdxFolder(folder / "images", train=2100, evaluation=500, gz=True)
+        arguments = ("--data", folder / "images", "--data-claim", "images")
+    for out, more in (
+        ("set", ("--queue", "gpus", "--namespace", "dni")),
+        ("jobs", ("--no-jobset",)),
+    ):
+        done = dnictl("render", "kubernetes", "-o", out, "--image", IMAGE, *arguments, *more)
+        assert done.code == 0, done.err
+        assert "not pinned" not in done.err
+        objects = every(read(folder / out))
+        assert {one["kind"] for one in objects} >= {"ConfigMap", "NetworkPolicy", "Secret"}
+        assert list(problems(objects)) == []
+
+
+@pytest.fixture
+def rendered(dnictl: Dnictl, write_chain: WriteChain, folder: Path) -> dict[str, Objects]:
+    """Two modules, of which the first has two replicas."""
+    write_chain(("name: bottom", "name: bottom\n    replicas: 2"))
+    done = dnictl("render", "kubernetes", "-o", "k8s", "--image", IMAGE, "--user", 1234)
+    assert done.code == 0, done.err
+    return read(folder / "k8s")
+
+
+def _job(files: dict[str, Objects]) -> Any:
+    return files["train.yaml"][0]["spec"]["replicatedJobs"][0]["template"]["spec"]
+
+
+MISTAKES: dict[str, Callable[[dict[str, Objects]], object]] = {
+    "kind": lambda f: f["train.yaml"][0].update(kind="JobSets"),
+    "version": lambda f: f["train.yaml"][0].update(apiVersion="jobset.x-k8s.io/v1alpha1"),
+    "field of the set": lambda f: f["train.yaml"][0]["spec"].update(replicatedJob=[]),
+    "strategy": lambda f: f["train.yaml"][0]["spec"]["failurePolicy"].update(restartStrategy="All"),
+    "action": lambda f: f["train.yaml"][0]["spec"]["failurePolicy"]["rules"][0].pop("action"),
+    "resources": lambda f: pod(f)["containers"][0].update(resourcess={}),
+    "number": lambda f: _job(f).update(completions="two"),
+    "rule": lambda f: _job(f)["podFailurePolicy"]["rules"][0].pop("action"),
+    "mount": lambda f: pod(f)["containers"][0]["volumeMounts"][0].pop("mountPath"),
+    "mode": lambda f: pod(f)["volumes"][-1]["secret"].update(defaultMode="0400"),
+    "port": lambda f: f["network.yaml"][0]["spec"]["ingress"][0].update(port=1),
+    "secret": lambda f: f["keys.yaml"][0].update(stringData=["a"]),
+    "claim": lambda f: f["volume.yaml"][0]["spec"].update(accessModes="ReadWriteMany"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake: str, rendered: dict[str, Objects]) -> None:
+    assert list(problems(every(rendered), ["1.37"])) == []
+    planted = copy.deepcopy(rendered)
+    MISTAKES[mistake](planted)
+    assert planted != rendered
+    assert list(problems(every(planted), ["1.37"])) != []
+
+
+def test_what_pods_are_told(rendered: dict[str, Objects], folder: Path) -> None:
+    job, worker = _job(rendered), pod(rendered)["containers"][0]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (2, 2, "Indexed")
+    assert "--module bottom --by-rank" in " ".join(worker["args"])
+    assert worker["args"][-2:] == ["--start", "$(JOB_UID)"]
+    assert pod(rendered)["securityContext"]["fsGroup"] == 1234
+    outcomes = {
+        code: rule["action"]
+        for rule in job["podFailurePolicy"]["rules"]
+        for code in rule.get("onExitCodes", {}).get("values", ())
+    }
+    assert outcomes == {68: "Ignore", 75: "Ignore"} | dict.fromkeys(
+        (64, 65, 66, 69, 78, 79), "FailJob"
+    )
+    items = pod(rendered)["volumes"][1]["configMap"]["items"]
+    (given,) = rendered["run.yaml"]
+    assert {one["key"] for one in items} == given["data"].keys()
+    assert {"run.json", "chain.yaml", "specs/bottom.2.json"} <= {one["path"] for one in items}
+    assert stat.S_IMODE((folder / "k8s" / "keys.yaml").stat().st_mode) == 0o600
+
+
+def test_a_module_gets_its_own_secrets_alone(rendered: dict[str, Objects], tmp_path: Path) -> None:
+    bottom, top = rendered["keys.yaml"]
+    assert set(bottom["stringData"]) == {
+        "bottom.1.key", "bottom.2.key", "bottom.1.pub", "bottom.2.pub", "top.pub",
+    }  # fmt: skip
+    assert set(top["stringData"]) == {"top.key", "bottom.1.pub", "bottom.2.pub"}
+    for name, text in top["stringData"].items():
+        (tmp_path / name).write_text(text)
+    keys = KnownKeys.read(tmp_path, "top")
+    assert zmq.curve_public(keys.pair.secret) == keys.pair.public
+    assert keys.public("bottom.2") == bottom["stringData"]["bottom.2.key"].split()[0].encode()
+
+
+def test_neighbours_alone_reach_a_module(dnictl: Dnictl, folder: Path) -> None:
+    assert dnictl("init", "--template", "mlp").code == 0
+    assert dnictl("render", "kubernetes", "-o", "k8s", "--image", IMAGE).code == 0
+    component = "app.kubernetes.io/component"
+    peers = {
+        policy["metadata"]["labels"][component]: {
+            peer["podSelector"]["matchLabels"][component]
+            for rule in policy["spec"]["ingress"]
+            for peer in rule["from"]
+        }
+        for policy in read(folder / "k8s")["network.yaml"]
+    }
+    assert peers == {
+        "bottom": {"lower"}, "lower": {"bottom", "upper"}, "upper": {"lower", "top"},
+        "top": {"upper"},
+    }  # fmt: skip
+
+
+def test_modules_that_restart_together(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path
+) -> None:
+    write_chain(("name: bottom", "name: bottom\n    interface: exact"))
+    command = ("render", "kubernetes", "--image", IMAGE, "-o")
+    done = dnictl(*command, "jobs", "--no-jobset")
+    assert done.code == 64
+    assert "restart together" in done.err
+    assert dnictl(*command, "set").code == 0
+    job = _job(read(folder / "set"))
+    assert job["backoffLimit"] == 0
+    assert [rule["action"] for rule in job["podFailurePolicy"]["rules"]] == ["FailJob"]
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "words"),
+    [
+        (None, ("--image", "a b"), "'a b' is not an image"),
+        (None, ("--image", "bottom=x/y:1"), "no image is named for module 'top'"),
+        (None, ("--image", "low=x/y:1"), "has no module 'low'"),
+        (None, ("--image", IMAGE, "--image", IMAGE), "there are two"),
+        (None, ("--image", IMAGE, "--name", "Digits"), "is no name for"),
+        (None, ("--image", IMAGE, "--name", 60 * "a"), "45 at most"),
+        (None, ("--image", IMAGE, "--no-jobset", "--queue", "a"), "admitted one by one"),
+        ("mounts: [{source: /tmp}]", ("--image", IMAGE), "which pods do not see"),
+        ("callbacks: [{import: 'a:B'}]", ("--image", IMAGE), "callbacks"),
+    ],
+)
+def test_what_cannot_be_rendered(
+    change: str | None, arguments: tuple[str, ...], words: str, dnictl: Dnictl,
+    write_chain: WriteChain, folder: Path,
+) -> None:  # fmt: skip
+    path = write_chain()
+    if change is not None:
+        path.write_text(path.read_text() + change + "\n")
+    done = dnictl("render", "kubernetes", "-o", "k8s", *arguments)
+    assert done.code in (64, 78)
+    assert words in done.err
+    assert not (folder / "k8s").exists()
+
+
+def test_a_folder_with_files_is_left_alone(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path
+) -> None:
+    write_chain()
+    (folder / "k8s").mkdir()
+    (folder / "k8s" / "mine").touch()
+    done = dnictl("render", "kubernetes", "-o", "k8s", "--image", IMAGE)
+    assert done.code == 64
+    assert "is not an empty folder" in done.err
