@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     "--locked", is_flag=True,
     help="Install exactly the packages that dni.lock in --out names, by hash.",
 )  # fmt: skip
+@click.option(
+    "--oci", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
+    help="Write them as plain OCI images, too: a layout, for Podman, Docker, Kubernetes.",
+)  # fmt: skip
 @click.option("--notest", is_flag=True, help="Do not run the images' %test.")
 @click.option("--dry-run", is_flag=True, help="Print what would be built; build nothing.")
 @click.option("--verbose", "-v", is_flag=True, help="Show the builder's whole output.")
@@ -57,6 +61,7 @@ def build(
     key: Path | None,
     force: bool,
     locked: bool,
+    oci: Path | None,
     notest: bool,
     dry_run: bool,
     verbose: bool,
@@ -101,6 +106,14 @@ def build(
         tool = find_apptainer()
         with _reporting(verbose) as report:
             result = build_images(modules, image, options, tool=tool, report=report)
+            if oci is not None:
+                from dni_runtime.image.oci import Layout
+                from dni_runtime.image.tarform import write_oci
+                from dni_runtime.image.wheels import host_machine
+
+                images = {name: out / one.image for name, one in result.lock.modules.items()}
+                made = write_oci(tool, images, Layout(oci), image.environment, host_machine())
+                tell("\n".join(f"oci:{oci}:{name}  {one.digest}" for name, one in made.items()))
     _show_result(result, out, as_json)
 
 

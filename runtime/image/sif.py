@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,16 @@ def partitions(tool: Apptainer, image: Path) -> list[SifObject]:
                 hint="use an image made by 'dnictl build'",
             )
     return parts
+
+
+def content(image: Path, part: SifObject) -> Iterator[bytes]:
+    """Yield the bytes of an image's object."""
+    left = part.size
+    with image.open("rb") as file:
+        file.seek(part.start)
+        while chunk := file.read(min(left, 1 << 20)):
+            left -= len(chunk)
+            yield chunk
 
 
 def metadata(tool: Apptainer, image: Path) -> bytes | None:

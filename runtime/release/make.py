@@ -230,16 +230,7 @@ def _json(document: Mapping[str, Any]) -> bytes:
 
 def _part(image: Path, part: sif.SifObject) -> Callable[[], Iterator[bytes]]:
     """Return what yields an object of an image."""
-
-    def chunks() -> Iterator[bytes]:
-        left = part.size
-        with image.open("rb") as file:
-            file.seek(part.start)
-            while chunk := file.read(min(left, 1 << 20)):
-                left -= len(chunk)
-                yield chunk
-
-    return chunks
+    return lambda: sif.content(image, part)
 
 
 def _packed(root: Path) -> bytes:
