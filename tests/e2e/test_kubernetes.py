@@ -1,4 +1,4 @@
-"""Rendered pods train: as processes here; in containers in tests/nightly."""
+"""Rendered pods train: their containers as processes here."""
 
 from __future__ import annotations
 
