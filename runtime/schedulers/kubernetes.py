@@ -27,7 +27,6 @@ from dni_runtime.errors import (
 from dni_runtime.plan.placement import needs_of
 from dni_runtime.plan.plan import DATA_TARGET, LaunchPlan, Need, WorkerPlan
 from dni_runtime.plan.settings import StartRequest, make_plan
-from dni_runtime.run.keys import KeyPair
 from dni_runtime.schedulers.mpi import Mpi, check_ranks
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.named import module_of
@@ -202,6 +201,8 @@ class Training:
 
     def _keys(self) -> list[Manifest]:
         """Return each module's Secret: its own pairs, and its neighbours' public keys."""
+        from dni_runtime.run.keys import KeyPair  # zmq: only to make keys
+
         pairs = {worker.module: KeyPair.new() for worker in self.workers}
         secrets = []
         for module, names in self.modules.items():

@@ -423,6 +423,8 @@ def test_a_registry_with_passwords_and_a_private_authority(
     passwords.write_text("dni:$2y$04$97waE.5fkB65YqdluK8wruG6TSOHh34gEQxIk1jQVB661Eytpyqr2\n")
     hub = Registry(tmp_path / "registry", tls={"certificate": str(certificate), "key": str(key)})
     monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
     with hub.serving(auth={"htpasswd": {"realm": "models", "path": str(passwords)}}):
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         with pytest.raises(UsageError, match="does not let you read") as caught:

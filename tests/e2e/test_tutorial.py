@@ -46,7 +46,7 @@ def test_from_a_script_to_a_chain_and_back(folder: Path, trained: str) -> None:
     first, second = [Run.open(one) for one in sorted((folder / "runs").iterdir())]
     assert first.status().epoch == 6
     assert second.status().epoch == 8
-    assert second.status().accuracy > by_hand - 0.02
+    assert second.status().accuracy > by_hand - 0.04
     shell(commands(PAGE, "Take it home"), folder)
     python("afterwards.py", folder)
 
