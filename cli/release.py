@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -172,7 +173,6 @@ def models(address: str | None, remove: str | None, plain_http: bool, as_json: b
     from dni_runtime.release.names import Address
     from dni_runtime.release.store import Store
 
-    store = Store()
     if address is not None:
         from dni_runtime.release.registry import Repository
 
@@ -181,9 +181,11 @@ def models(address: str | None, remove: str | None, plain_http: bool, as_json: b
         versions = sorted(tag for tag in tags if not tag.endswith(".sig"))
         if as_json:
             print_json({"versions": versions})
-        for version in () if as_json else versions:
-            click.echo(f"oci://{source.host}/{source.repository}:{version}")
+            return
+        for version in versions:
+            click.echo(str(replace(source, tag=version)))
         return
+    store = Store()
     if remove is not None:
         freed = store.remove(remove)
         tell(f"removed {remove}: {megabytes(freed)}")

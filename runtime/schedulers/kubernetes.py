@@ -3,6 +3,8 @@
 Each module is an Indexed Job whose pods find their replica by their index (``worker/rank.py``). The
 Job replaces a pod that dies, and the new one goes on from the module's own newest state: so there
 is no supervisor. What workers share is on one volume (docs/kubernetes.md).
+
+It is one file because a scheduler is; most of it is the objects themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a worker measures: lines of metrics (``worker/metrics_file.py``), and its report."""
+"""What a worker measures: lines of metrics (``worker/metrics_file.py``), and its report.
+
+It is one file because it is one class: both are of the same counters.
+"""
 
 from __future__ import annotations
 
