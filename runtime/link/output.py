@@ -223,7 +223,7 @@ class OutputLink(LinkEnd):
             buffers=buffers,
             body=body_of(part, rows),
         )
-        if self.chosen and not self.in_flight:
+        if not self.in_flight:
             self.heard_s = time.monotonic()  # nothing was to be heard
         self._sender.add(message, len(y))
         self._transmit()

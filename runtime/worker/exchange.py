@@ -133,6 +133,8 @@ class Exchange:
         assert self.output is not None
         at, over = self._at, False
         for event in self.output.receive():
+            if over:  # the answer may come twice, and a difference is to be added once
+                continue
             if isinstance(event, Gradient) and at is not None and event.id == at.id:
                 answer = self._read(self.output, event.g)
                 self._lost = answer is None
