@@ -99,13 +99,11 @@ def test_a_closure_is_refused(where: str) -> None:
     assert error.hint is not None
 
 
-@pytest.mark.skipif("Muon" not in OPTIMIZERS, reason="this torch has no Muon")
 def test_muon_updates_matrices_only() -> None:
     train(chain(words="Muon", matrix="{Muon: {lr: 0.02}}"))
     refused(chain(top="Muon"), INFO, r"of module 'top' it refuses 0\.bias \(3\)")
 
 
-@pytest.mark.skipif("Muon" not in OPTIMIZERS, reason="this torch has no Muon")
 def test_an_early_head_may_need_an_optimizer_of_its_own() -> None:
     with pytest.raises(SpecError) as caught:
         specs_of(chain(words="Muon", interface="mixed"), INFO)

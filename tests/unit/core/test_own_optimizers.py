@@ -1,4 +1,4 @@
-"""LARS and LAMB, beside the formulas of their papers."""
+"""LARS, LAMB and Muon, beside the formulas of their papers; Muon also beside torch's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dni_runtime.core.optimizers import LAMB, LARS, Muon
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.core.training import LAMB, LARS
 from dni_runtime.errors import SpecError
 from dni_runtime.worker.checkpoint import restore, snapshot
 from tests.specs import specs_of
@@ -68,14 +68,86 @@ def test_they_are_their_papers_formulas(
             torch.testing.assert_close(p.detach(), one)
 
 
+def muon(w: Tensor, g: Tensor, kept: dict[str, Any], adapt: bool) -> Tensor:
+    """lr 0.1, lambda 0.2, momentum 0.9; the iterations are a polynomial of the singular values."""
+    kept["b"] = 0.9 * kept.get("b", 0) + 0.1 * g
+    u, s, v = torch.linalg.svd((0.1 * g + 0.9 * kept["b"]).double(), full_matrices=False)
+    s = s / s.square().sum().sqrt()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    scale = max(1, w.shape[0] / w.shape[1]) ** 0.5
+    if adapt:
+        scale = 0.2 * max(w.shape) ** 0.5
+    return (1 - 0.1 * 0.2) * w - 0.1 * scale * (u * s @ v).float()
+
+
+MATRICES = [(6, 4), (3, 5), (6, 4), (4, 4), (6, 4)]
+
+
+def test_muon_is_its_formula() -> None:
+    """Of matrices, some of one shape, one of which has no gradient at times; for both steps."""
+    draw = torch.Generator().manual_seed(1)
+    start = [torch.randn(shape, generator=draw) for shape in MATRICES]
+    ours = [nn.Parameter(one.clone()) for one in start]
+    groups = [{"params": ours[:3], "adjust_lr_fn": "match_rms_adamw"}, {"params": ours[3:]}]
+    optimizer = Muon(groups, lr=0.1, weight_decay=0.2, momentum=0.9)
+    kept: list[dict[str, Any]] = [{} for _ in start]
+    wanted = list(start)
+    for number in range(6):
+        for at, p in enumerate(ours):
+            p.grad = None
+            if at != 2 or number % 2:
+                g = p.grad = torch.randn(p.shape, generator=draw)
+                wanted[at] = muon(wanted[at], g, kept[at], at < 3)
+        optimizer.step()
+        for p, one in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(p.detach(), one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torchs_in_float32(
+    adjust: str | None, nesterov: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes the other's state in the middle, as a checkpoint of another version would be."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    draw = torch.Generator().manual_seed(2)
+    start = [torch.randn(shape, generator=draw) for shape in MATRICES]
+    options: dict[str, Any] = {"lr": 0.05, "adjust_lr_fn": adjust, "nesterov": nesterov}
+    ours, theirs = ([nn.Parameter(one.clone()) for one in start] for _ in range(2))
+    own, torchs = Muon(ours, **options), torch.optim.Muon(theirs, **options)
+    for number in range(8):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape, generator=draw)
+            q.grad = p.grad.clone()
+        own.step()
+        torchs.step()
+        if number == 3:
+            one, other = own.state_dict(), torchs.state_dict()
+            own.load_state_dict(other)
+            torchs.load_state_dict(one)
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
 def step_of(optimizer: str, groups: str = "[]") -> ModuleStep:
     text = CHAIN % (f"local, groups: {groups}", optimizer)
     return ModuleStep(specs_of(text, INFO)[0])
 
 
-@pytest.mark.parametrize("name", ["LARS", "LAMB"])
-def test_their_state_is_part_of_checkpoints(name: str) -> None:
-    groups = "[{parameters: [norms, biases], options: {weight_decay: 0.0, adapt: false}}]"
+ADAPTED = "[{parameters: [norms, biases], options: {weight_decay: 0.0, adapt: false}}]"
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        ("LARS", ADAPTED),
+        ("LAMB", ADAPTED),
+        ("Adam", "[{parameters: matrices, optimizer: {Muon: {lr: 0.01}}}]"),
+    ],
+)
+def test_their_state_is_part_of_checkpoints(name: str, groups: str) -> None:
     step, again = step_of(name, groups), step_of(name, groups)
     draw = torch.Generator().manual_seed(1)
 
@@ -100,6 +172,9 @@ def test_their_state_is_part_of_checkpoints(name: str) -> None:
         ("{LAMB: {lr: -1}}", "lr is -1, but must be at least 0"),
         ("{LAMB: {betas: [0.9, 1.0]}}", "betas is"),
         ("{LAMB: {trust: 1}}", "LAMB has no keyword 'trust'"),
+        ("{Muon: {momentum: 1.0}}", "momentum is 1.0, but must be at least 0 and less than 1"),
+        ("{Muon: {adjust_lr_fn: adam}}", "must be 'original' or 'match_rms_adamw'"),
+        ("Muon", r"Muon updates real matrices, but one parameter is 8"),
     ],
 )
 def test_wrong_values_are_refused(optimizer: str, message: str) -> None:
