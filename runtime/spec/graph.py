@@ -51,15 +51,15 @@ class Graph:
                 raise ValueError(f"the first module, {module.name!r}, takes only 'data.N'")
             above: list[int] = []
             for name, some in groupby(others, key=lambda entry: entry.partition(".")[0]):
-                outputs = [entry.partition(".")[2] for entry in some]
+                outputs = [int(entry.partition(".")[2] or -1) for entry in some]  # -1: all
                 above.append(_earlier(name, index, names))
-                if above.count(above[-1]) > 1 or outputs != sorted(outputs) or "" in outputs[1:]:
+                if above.count(above[-1]) > 1 or outputs != sorted(outputs) or -1 in outputs[1:]:
                     raise ValueError(
                         f"module {module.name!r} names outputs of {name!r} in another order than "
                         f"'{name}.0', '{name}.1' …, one after the other"
                     )
-                if outputs[0]:
-                    takes[above[-1], index] = tuple(map(int, outputs))
+                if outputs[0] >= 0:
+                    takes[above[-1], index] = tuple(outputs)
             sources.append(tuple(above))
             data.append(
                 tuple(int(entry.removeprefix(DATA)) for entry in module.inputs[len(others) :])

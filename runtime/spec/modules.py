@@ -80,7 +80,7 @@ class InitSpec(Frozen):
 Input = Annotated[
     str,
     matching(
-        r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?(\.[0-7])?$",
+        r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?(\.(0|[1-9][0-9]{0,3}))?$",
         "an input: a module's name, one of its outputs as 'stem.0', or 'data.0'",
     ),
 ]

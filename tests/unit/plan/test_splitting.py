@@ -171,6 +171,30 @@ def test_a_file_of_somebody_else_stays(folder: Path) -> None:
     split()  # its own
 
 
+TWICE = """
+from torch import nn
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.top = nn.Embedding(7, 8), nn.Linear(8, 7)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+
+    def forward(self, tokens, mask):
+        h = self.second(self.first(self.layer(self.words(tokens))))
+        return self.top(self.layer(h))
+"""
+
+
+def test_a_layer_that_is_used_twice_lends_all_its_weights(folder: Path) -> None:
+    (folder / "twice.py").write_text(TWICE)
+    cuts = ["words", "first", "second"]
+    taken = split_chain("twice:Twice", Path("chain.yaml"), SETTINGS, at=cuts)
+    assert [len(part.lends) for part in taken.parts] == [0, 12, 0, 0]
+    assert taken.prepared.chain.graph.takes == {(1, 2): (0,), (1, 3): tuple(range(1, 13))}
+
+
 def test_small_batches_cannot_carry_tied_weights(folder: Path) -> None:
     split(at=["first"])
     text = Path("chain.yaml").read_text()

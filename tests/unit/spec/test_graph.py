@@ -51,6 +51,14 @@ def test_inputs_of_the_data_travel_from_the_head() -> None:
     assert graph.below == (3, 2, 1, 0)
 
 
+def test_a_module_may_have_many_outputs() -> None:
+    names = [f"a.{number}" for number in range(12)]
+    graph = chain({"b": "a.12", "d": f"[{', '.join(names)}, c]"}).graph
+    assert graph.takes == {(0, 1): (12,), (0, 3): tuple(range(12))}
+    with pytest.raises(SpecError, match="in another order"):
+        chain({"d": "[a.10, a.2, c]"})
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -65,7 +73,8 @@ def test_inputs_of_the_data_travel_from_the_head() -> None:
         ({"d": "[b.0, c, b.1]"}, "module 'd' names outputs of 'b' in another order"),
         ({"d": "[b.0, b, c]"}, "module 'd' names outputs of 'b' in another order"),
         ({"c": "x.0"}, "module 'c' takes its input from 'x', but the modules are a, b, c, d"),
-        ({"c": "[b, data.9]"}, "inputs"),
+        ({"c": "[b, data.x]"}, "inputs"),
+        ({"c": "[b, data.01]"}, "inputs"),
         ({"c": "[]"}, "inputs"),
     ],
 )
