@@ -131,6 +131,8 @@ def measure(
     for repeat in range(repeats + 1):  # the first one warms up
         values: dict[Any, Tensor] = {}
         learning: set[Any] = set()  # values that something trained has made
+        passes: list[tuple[list[Tensor], Sequence[Tensor]]] = []
+        seconds = []
         for number, (section, run) in enumerate(zip(sections, runs, strict=True)):
             inputs = [
                 values[node].detach().requires_grad_(node in learning) for node in section.takes
@@ -150,9 +152,23 @@ def measure(
                 saved[number] = sum(kept.values())
             began = time.perf_counter()
             outputs = run(*inputs)
-            learnt = [output for output in outputs if output.requires_grad]
+            seconds.append(time.perf_counter() - began)
+            passes.append((inputs, outputs))
+            learning |= {
+                node for node, y in zip(section.gives, outputs, strict=True) if y.requires_grad
+            }
+            values |= zip(section.gives, (one.detach() for one in outputs), strict=True)
+        gradients = {node: torch.ones_like(values[node]) for node in sections[-1].gives}
+        for number in reversed(range(len(runs))):
+            section, (inputs, outputs) = sections[number], passes.pop()
+            learnt = [
+                (output, gradients[node])
+                for node, output in zip(section.gives, outputs, strict=True)
+                if output.requires_grad and node in gradients
+            ]
+            began = time.perf_counter()
             if learnt:
-                torch.autograd.backward(learnt, [torch.ones_like(output) for output in learnt])
+                torch.autograd.backward(*zip(*learnt, strict=True))
             for parameter in per_section[number].values():
                 if (
                     parameter.grad is not None and parameter.grad.is_sparse
@@ -161,11 +177,10 @@ def measure(
             if (optimizer := optimizers[number]) is not None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            times[number].append(time.perf_counter() - began)
-            learning |= {
-                node for node, y in zip(section.gives, outputs, strict=True) if y.requires_grad
-            }
-            values |= zip(section.gives, (one.detach() for one in outputs), strict=True)
+            times[number].append(seconds[number] + time.perf_counter() - began)
+            for node, x in zip(section.takes, inputs, strict=False):  # then the data's
+                if x.grad is not None:
+                    gradients[node] = gradients[node] + x.grad if node in gradients else x.grad
     network.zero_grad(set_to_none=True)
     attends = _attending(network, sections, runs, values, batch)
     return [

@@ -136,9 +136,9 @@ def _run(parts: Sequence[NetworkPart], pieces: Mapping[str, Piece], xs: list[Ten
     y.grad = _gradient(y)
     for name in reversed(made):
         pairs = [
-            (output, torch.zeros_like(output) if copy.grad is None else copy.grad)
+            (output, copy.grad)
             for output, copy in zip(made[name], copies[name], strict=True)
-            if output.requires_grad
+            if output.requires_grad and copy.grad is not None
         ]
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [g for _, g in pairs])

@@ -136,6 +136,15 @@ class Fails(Net):
         return h + (h.detach().numpy() if not torch.compiler.is_exporting() else 0)
 
 
+class Unlearnt(Net):
+    """The gradient of 'tanh' would not be right, but none comes there."""
+
+    def middle(self, h):
+        h = h.tanh()
+        h += 1
+        return self.norm(h).detach()
+
+
 class Nothing(Net):
     def middle(self, h):
         return (h - h) / (h - h)
@@ -189,3 +198,10 @@ def test_a_difference_is_refused(name: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         split(name)
     assert not Path("chain.yaml").exists()
+
+
+def test_what_learns_nothing_is_refused_by_its_place_in_the_chain() -> None:
+    message = "'part-1' changes a tensor in place that its gradient needs"
+    with pytest.raises(SpecError, match=message) as caught:
+        split("Unlearnt", "norm")
+    assert caught.value.location == ("modules", 0, "layers")
