@@ -108,8 +108,8 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
             title="" if prepared.chain.graph.is_chain else "from",
         ),
         quantity("replicas", title=None if any(w.replicas > 1 for w in workers) else ""),
-        Column("input", lambda w: " and ".join(map(str, w.arguments))),
-        Column("output", lambda w: " and ".join(map(str, w.outputs or (w.output,)))),
+        Column("input", lambda w: " and ".join(map(str, w.arguments)), _few),
+        Column("output", lambda w: " and ".join(map(str, w.outputs or (w.output,))), _few),
         quantity("parameters", lambda w: counts[w.module], thousands),
         Column(
             "interface",
@@ -137,6 +137,12 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
         click.secho(f"not checked: {clause}", err=True, fg="yellow")
     for warning in warnings:
         click.secho(f"warning: {warning}", err=True, fg="yellow")
+
+
+def _few(tensors: str) -> str:
+    """Shorten a list of tensors: layers that are used twice lend dozens."""
+    first, *more = tensors.split(" and ")
+    return f"{first} and {len(more)} more" if len(more) > 2 else tensors
 
 
 @click.command()

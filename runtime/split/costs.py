@@ -168,7 +168,7 @@ def measure(
             ]
             began = time.perf_counter()
             if learnt:
-                torch.autograd.backward(*zip(*learnt, strict=True))
+                torch.autograd.backward([y for y, _ in learnt], [g for _, g in learnt])
             for parameter in per_section[number].values():
                 if (
                     parameter.grad is not None and parameter.grad.is_sparse

@@ -193,6 +193,8 @@ def test_a_layer_that_is_used_twice_lends_all_its_weights(folder: Path) -> None:
     taken = split_chain("twice:Twice", Path("chain.yaml"), SETTINGS, at=cuts)
     assert [len(part.lends) for part in taken.parts] == [0, 12, 0, 0]
     assert taken.prepared.chain.graph.takes == {(1, 2): (0,), (1, 3): tuple(range(1, 13))}
+    shown = CliRunner().invoke(cli, ["validate"])
+    assert "float32[B x 5 x 8] and 12 more" in shown.output
 
 
 def test_small_batches_cannot_carry_tied_weights(folder: Path) -> None:
