@@ -131,7 +131,7 @@ def measure(
     for repeat in range(repeats + 1):  # the first one warms up
         values: dict[Any, Tensor] = {}
         learning: set[Any] = set()  # values that something trained has made
-        passes: list[tuple[list[Tensor], Sequence[Tensor]]] = []
+        passes: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
         seconds = []
         for number, (section, run) in enumerate(zip(sections, runs, strict=True)):
             inputs = [
