@@ -29,7 +29,12 @@ class _OneProcess:
     """What both trainings in one process have: the modules, and how they are evaluated."""
 
     steps: list[ModuleStep]
+    device: torch.device
     _down: Carry
+
+    def _placed(self, x: Inputs, y_BY: Tensor) -> tuple[Inputs, Tensor]:
+        """Return a batch on the modules' device."""
+        return tuple(tensor.to(self.device) for tensor in as_inputs(x)), y_BY.to(self.device)
 
     def end_epoch(self) -> None:
         """Step the schedules that count epochs."""
@@ -38,8 +43,9 @@ class _OneProcess:
 
     def predict(self, x: Inputs) -> Tensor:
         """Return the network's output in eval mode, on the batch's device."""
-        xs, device = as_inputs(x), self.steps[0].device
-        return predict(self.steps, tuple(x.to(device) for x in xs), self._down).to(xs[0].device)
+        xs = as_inputs(x)
+        placed = tuple(x.to(self.device) for x in xs)
+        return predict(self.steps, placed, self._down).to(xs[0].device)
 
     def end_evaluation(self) -> None:
         """End an evaluation: recurrent layers start the next one with zeros."""
@@ -53,7 +59,7 @@ class LocalChain(_OneProcess):
     Gradients come ``delay`` training batches late to modules' outputs: one number for all, or one
     for each; delays add up module by module, as they do between workers. ``down`` and ``up`` change
     activations and gradients at a cut, such as narrowing them. Module number ``at`` computes, or
-    did last.
+    did last. All modules share one device; batches may be on another one.
     """
 
     def __init__(
@@ -63,7 +69,9 @@ class LocalChain(_OneProcess):
         delay: int | Sequence[int] = 0,
         down: Carry = _unchanged,
         up: Carry = _unchanged,
+        device: torch.device | str = "cpu",
     ) -> None:
+        self.device = torch.device(device)
         cuts = len(workers) - 1
         self._delays = [delay] * cuts if isinstance(delay, int) else list(delay)
         if len(self._delays) != cuts:
@@ -72,7 +80,7 @@ class LocalChain(_OneProcess):
         self.steps = []
         for index, worker in enumerate(workers):  # stores must not limit delays
             late = max(worker.late, sum(self._delays[index:]) * self._micro_batches)
-            self.steps.append(ModuleStep(worker.model_copy(update={"late": late})))
+            self.steps.append(ModuleStep(worker.model_copy(update={"late": late}), self.device))
         self._workers = workers
         self._sources = sources_of(workers)
         targets = [[edge for edge in worker.targets if edge.tensor] for worker in workers]
@@ -81,10 +89,11 @@ class LocalChain(_OneProcess):
         self._down, self._up = down, up
         self._now = self._id = self.at = 0
 
-    def train_batch(self, x: Inputs, y_BY: Tensor) -> float:
+    def train_batch(self, x: Inputs, y_BY: Tensor) -> Tensor:
         """Train every module on one batch; return the tail's loss."""
         self._now += 1
-        loss = 0.0
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        x, y_BY = self._placed(x, y_BY)
         for part, some, y in parts_of(x, y_BY, self._micro_batches, self.steps[-1].loss):
             self._id += 1
             outputs: list[Tensor] = []
@@ -101,7 +110,7 @@ class LocalChain(_OneProcess):
             self._deliver()
             tail_loss = self.steps[-1].counters.loss
             assert tail_loss is not None
-            loss += float(tail_loss) * len(y) / len(y_BY)
+            loss += tail_loss * len(y) / len(y_BY)
         # modules wait for gradients, unless none is on its way
         while any(step.blocked for step in self.steps) and any(self._late):
             self._now += 1
@@ -220,9 +229,9 @@ class Backprop(_OneProcess):
     def train_batch(self, x: Inputs, y_BY: Tensor) -> Tensor:
         """Train on one batch; return the loss."""
         total = torch.zeros((), device=self.device)
-        xs, y_BY = tuple(tensor.to(self.device) for tensor in as_inputs(x)), y_BY.to(self.device)
-        for part, some, y in parts_of(xs, y_BY, self._micro_batches, self.loss):
-            loss = self.loss.of_part(self._forward(some), y, part)
+        x, y_BY = self._placed(x, y_BY)
+        for part, some, y in parts_of(x, y_BY, self._micro_batches, self.loss):
+            loss = self._loss(self._forward(some), y, part)
             loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
             total += loss.detach()
         for step in self.steps:
@@ -230,8 +239,12 @@ class Backprop(_OneProcess):
             step.optimization.end_batch()
         return total
 
-    def _forward(self, x: Inputs) -> Tensor:
-        """Compute the output; each module draws its own random numbers, as it does in a chain."""
+    def _loss(self, outputs: Sequence[Tensor], y_BY: Tensor, part: Part) -> Tensor:
+        """Return what is minimized, of the modules' outputs."""
+        return self.loss.of_part(outputs[-1], y_BY, part)
+
+    def _forward(self, x: Inputs) -> list[Tensor]:
+        """Compute all outputs; each module draws its own random numbers, as it does in a chain."""
         data = as_inputs(x)
         before = torch.get_rng_state()
         outputs: list[Tensor] = []
@@ -242,4 +255,4 @@ class Backprop(_OneProcess):
             outputs.append(step.activation(tuple(tensor.view_as(tensor) for tensor in inputs)))
             step.random_state = torch.get_rng_state()
         torch.set_rng_state(before)
-        return outputs[-1]
+        return outputs

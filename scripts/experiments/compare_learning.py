@@ -5,8 +5,9 @@ Usage: compare_learning.py CHAIN METHOD ... [--sweep 3e-4,1e-3,3e-3] [--seeds 3]
 
 A method is an interface's name, LABEL=INTERFACE as chain.yaml has it, or LABEL=MAPPING of settings
 of modules: 'late={interface: delayed, optimizer: {NAdam: {lr: 1e-3}}}'. Beside them stand
-backpropagation and the control "none", in which all modules but the last keep their initial
-weights.
+backpropagation, the control "none", in which all modules but the last keep their initial weights,
+and, if it is named, "heads": backpropagation of the sum of the chain's loss and half of that of a
+head behind each module, as `local` and `mixed` have it.
 
 Each method, and each delay, has the learning rate of the sweep that is best on the chain's
 validation part (data.validation) with the first seed; with it, and each seed, it is trained, and
@@ -32,20 +33,26 @@ from typing import Any
 
 import torch
 from remember import measured
+from torch import Tensor
 
 from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.core.evaluation import evaluate
+from dni_runtime.core.forward import Inputs
+from dni_runtime.core.interfaces.base import Boundary
+from dni_runtime.core.interfaces.local import Local, LocalOptions
+from dni_runtime.core.interfaces.mixed import MixedOptions
 from dni_runtime.core.metrics import rises
 from dni_runtime.data import describe, open_data
 from dni_runtime.errors import DniError, UsageError
 from dni_runtime.resolve.resolve import resolved_chain, worker_specs
-from dni_runtime.spec import ChainSpec, Choice, DataInfo, ModuleSpec, parse_chain
+from dni_runtime.spec import ChainSpec, Choice, DataInfo, ModuleSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.load import parse_yaml
 from dni_runtime.spec.model import ModuleDefaults
+from dni_runtime.wire import Part
 from dni_runtime.worker.memory import keep_freed_memory
 
 ROOT = Path(__file__).resolve().parents[2]
-BACKPROP, CONTROL = "backprop", "none"
+BACKPROP, CONTROL, HEADS = "backprop", "none", "heads"
 STRETCH, STRETCHES = 6, 9
 """Batches that are timed at once, and how often."""
 
@@ -54,6 +61,30 @@ Delay = int | list[int]
 
 Training = dict[str, Any]
 """What tells one training from another: chain, method, digest of the spec, rate, delay, seed."""
+
+
+class BackpropWithHeads(Backprop):
+    """Deep supervision (Lee et al. 2015, arXiv:1409.5185): what heads give without decoupling."""
+
+    def __init__(self, workers: Sequence[WorkerSpec], device: torch.device | str = "cpu") -> None:
+        super().__init__(workers, device)
+        boundaries = map(Boundary.of, workers[:-1])
+        self._heads = [Local(boundary, LocalOptions()).to(device) for boundary in boundaries]
+        self._weight = MixedOptions().local_weight
+
+    def train_batch(self, x: Inputs, y_BY: Tensor) -> Tensor:
+        loss = super().train_batch(x, y_BY)
+        for head in self._heads:
+            for optimizer in head.optimizers().values():
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    def _loss(self, outputs: Sequence[Tensor], y_BY: Tensor, part: Part) -> Tensor:
+        loss = super()._loss(outputs, y_BY, part)
+        for head, h_BH in zip(self._heads, outputs[:-1], strict=True):
+            loss = loss + self._weight * self.loss.of_part(head.head(h_BH), y_BY, part)
+        return loss
 
 
 def read_chain(path: Path, changes: str) -> ChainSpec:
@@ -79,6 +110,8 @@ def read_methods(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
     methods: dict[str, dict[str, Any]] = {BACKPROP: {}, CONTROL: {"interface": "none"}}
     for text in texts:
         label, _, value = text.partition("=")
+        if text == HEADS:
+            methods[HEADS] = {}
         if text in methods:
             continue
         if label in methods:
@@ -173,7 +206,7 @@ def compare(
     rows: list[Training] = [
         {"chain": chain.name, "method": label, "spec": _digest(chains[label]), "delay": delay}
         for label in methods
-        for delay in ([0] if label in (BACKPROP, CONTROL) else delays)
+        for delay in ([0] if label in (BACKPROP, CONTROL, HEADS) else delays)
     ]
     run = partial(measured, results, jobs=jobs)
     tried = [{**row, "lr": lr, "seed": 0} for row in rows for lr in rates or [None]]
@@ -201,7 +234,7 @@ def _rows(
     rows = []
     for row, mean, spent in zip(trained, means, timed, strict=True):
         one = row[0]
-        within = one["method"] not in (BACKPROP, CONTROL)
+        within = one["method"] not in (BACKPROP, CONTROL, HEADS)
         rows.append(
             [
                 one["method"],
@@ -226,6 +259,8 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 def _trainer(method: str, workers: Any, delay: Delay) -> Backprop | LocalChain:
+    if method == HEADS:
+        return BackpropWithHeads(workers)
     return Backprop(workers) if method == BACKPROP else LocalChain(workers, delay=delay)
 
 

@@ -349,7 +349,7 @@ def trained_chain(
     for _ in range(case.epochs):
         for x, y in batches_of(case, nets, layout.drop_last):
             current = chains[number % case.replicas]
-            trained.losses.append(current.train_batch(x, y))
+            trained.losses.append(float(current.train_batch(x, y)))
             number += 1
             if case.replicas > 1 and number % case.replicas == 0:
                 for steps in zip(*(one.steps for one in chains), strict=True):
