@@ -36,7 +36,7 @@ _PACKAGES = ("torch", "numpy", "pyzmq", "pydantic", "safetensors")
               help="Measure links instead: CHAIN's links between the nodes of this Slurm "
               "allocation, or without CHAIN the links between all its nodes.")  # fmt: skip
 @click.option("--interface", metavar="NAME",
-              help="With --network, without CHAIN: interface or network of the links.")  # fmt: skip
+              help="With --network, without CHAIN: a network interface, or a network.")  # fmt: skip
 @profile_option
 @data_option
 @json_option
@@ -186,7 +186,7 @@ def _measure_network(
         ]
         print_table(columns, links)
     failures = [
-        f"{link.source} → {link.sink}, interface {link.interface or 'none'}"
+        f"{link.source} → {link.sink}, network interface {link.interface or 'none'}"
         f"{f', {link.address}' if link.address else ''}: {link.error}"
         for link in links
         if link.error is not None

@@ -120,7 +120,10 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
     if warning is not None:
         click.secho(warning, err=True, fg="yellow")
     if any(part.because != "asked" for part in parts[:-1]):
-        tell(f"interfaces as measured for such layers; your own check: dnictl compare {output}")
+        tell(
+            "gradient interfaces as measured for such layers; your own check: "
+            f"dnictl compare {output}"
+        )
     tell("in parts, the network computes what it computes as a whole: checked")
     tell(f"next: dnictl validate {output} && dnictl up {output}")
 

@@ -130,7 +130,7 @@ def _resolve(interface: str | None) -> _Ip:
         raise SpecError(
             f"{interface!r} is not a single address to listen on",
             location=("links", "interface"),
-            hint=f"name one interface or address. {_there()}",
+            hint=f"name one network interface or address. {_there()}",
         )
     try:
         _try_bind(ip, 0)
@@ -151,7 +151,7 @@ def _in_network(text: str) -> _Ip:
         raise SpecError(
             f"{text!r} is not a network: {error}",
             location=("links", "interface"),
-            hint="write it as 10.0.0.0/24, or name an interface",
+            hint="write it as 10.0.0.0/24, or name a network interface",
         ) from None
     inside = [ip for _, ip in addresses() if ip in network]
     if not inside:

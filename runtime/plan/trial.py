@@ -88,7 +88,8 @@ def try_chain(
     if (problem := _run(workers, *batches, stops=stops)) is not None:
         return looked._replace(unchecked=(problem,))
     return looked.and_at(
-        f"training and evaluation of {rows} in all modules, with interfaces, losses and metrics"
+        f"training and evaluation of {rows} in all modules, with gradient interfaces, losses and "
+        "metrics"
     )
 
 
