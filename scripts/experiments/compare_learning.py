@@ -133,15 +133,27 @@ def by_method(chain: ChainSpec, settings: Mapping[str, Any]) -> ChainSpec:
 
 
 def by_rate(chain: ChainSpec, info: DataInfo, rate: float | None) -> ChainSpec:
-    """The chain with one learning rate in all modules' optimizers; None: with its own."""
+    """The chain with one learning rate in all modules' optimizers; None: with its own.
+
+    Optimizers of groups keep the ratio of their rate to the module's, if both are given.
+    """
     if rate is None:
         return chain
 
+    def with_rate(optimizer: Choice, rate: float) -> Choice:
+        return Choice(name=optimizer.name, args={**optimizer.args, "lr": rate})
+
     def changed(module: ModuleSpec) -> ModuleSpec:
         assert module.optimizer is not None
-        args = {**module.optimizer.args, "lr": rate}
-        optimizer = Choice(name=module.optimizer.name, args=args)
-        return module.model_copy(update={"optimizer": optimizer})
+        before, groups = module.optimizer.args.get("lr"), []
+        for group in module.groups:
+            if group.optimizer is not None:
+                ratio = group.optimizer.args.get("lr", before) / before if before else 1.0
+                optimizer = with_rate(group.optimizer, rate * ratio)
+                group = group.model_copy(update={"optimizer": optimizer})
+            groups.append(group)
+        update = {"optimizer": with_rate(module.optimizer, rate), "groups": tuple(groups)}
+        return module.model_copy(update=update)
 
     full = resolved_chain(chain, info)
     return full.model_copy(update={"modules": tuple(map(changed, full.modules))})

@@ -116,6 +116,20 @@ def test_methods() -> None:
         assert changed.setting(1, "optimizer") == Choice(name="Adam", args={"lr": 0.5} | others)
 
 
+def test_optimizers_of_groups_keep_their_ratio() -> None:
+    groups = (
+        "[{parameters: matrices, optimizer: {Muon: {lr: 3e-3}}}, {parameters: x, options: {lr: 1}}]"
+    )
+    method = f"muon={{optimizer: {{AdamW: {{lr: 1e-3}}}}, groups: {groups}}}"
+    chain = compare_learning.read_chain(CHAIN, "{}")
+    chain = compare_learning.by_method(chain, compare_learning.read_methods([method])["muon"])
+    changed = compare_learning.by_rate(chain, describe(chain.data, CHAIN.parent), 0.5)
+    matrices, others = changed.setting(1, "groups")
+    assert changed.setting(1, "optimizer").args == {"lr": 0.5}
+    assert matrices.optimizer.args == {"lr": pytest.approx(1.5)}
+    assert others.options == {"lr": 1}
+
+
 def test_changes_are_merged() -> None:
     chain = compare_learning.read_chain(CHAIN, "{epochs: 7, data: {batch_size: 32}}")
     assert (chain.epochs, chain.data.batch_size, chain.data.dataset) == (7, 32, "digits")
