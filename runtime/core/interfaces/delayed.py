@@ -61,7 +61,10 @@ class Delayed(GradientInterface):
     arXiv:1807.04511). With ``max_late: 1`` and micro-batches no forward pass misses more than one
     update, as in PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503). Prediction of weights:
     SpecTrain (Chen et al. 2018, arXiv:1809.02839), whose distance is fixed; here it is the number
-    of updates that are still to come.
+    of updates that are still to come. With one update late it is an error feedback, too: weights of
+    passes move by the update that has come, and by its difference from the one that was assumed.
+    (Zmushko et al. 2026, arXiv:2606.30634, correct late updates in that spirit; this is derived
+    here, not their formula.)
     """
 
     Options = DelayedOptions

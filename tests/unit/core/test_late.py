@@ -381,6 +381,34 @@ def test_predicted_weights_go_on_as_the_newest_update(small: Any) -> None:
     handle.remove()
 
 
+def test_one_update_late_a_prediction_feeds_the_error_of_the_last_back(small: Any) -> None:
+    """Passes assume that the missing update equals the newest, so w moves by u + (u - the last u).
+
+    The updates are those of SGD with momentum, by hand.
+    """
+    optimizer = "{SGD: {lr: 0.1, momentum: 0.9}}"
+    step = ModuleStep(small("{delayed: {max_late: 1, predict: true}}", optimizer)[0])
+    weight = step.layers[0].weight
+    seen, gradients, draw = [], [], torch.Generator().manual_seed(3)
+    step.layers[0].register_forward_pre_hook(lambda *_: seen.append(weight.detach().clone()))
+    weight.register_hook(gradients.append)
+    ((x, y),) = batches(1)
+    for id in range(1, 9):
+        step.forward(id, x)
+        step.update(y)
+        if id > 1:
+            step.late_gradient(id - 1, torch.randn(16, 8, generator=draw))
+    velocity, updates = torch.zeros_like(weight), []
+    for g in gradients:
+        velocity = 0.9 * velocity + g
+        updates.append(-0.1 * velocity)
+    assert torch.equal(seen[0], seen[1]), "there is no update yet"
+    torch.testing.assert_close(seen[2], seen[1] + 2 * updates[0])
+    for at in range(3, 8):
+        u, before = updates[at - 2], updates[at - 3]
+        torch.testing.assert_close(seen[at], seen[at - 1] + u + (u - before))
+
+
 def test_predictions_count_updates_not_batches(small: Any) -> None:
     """With two batches in an update, every second batch on the way brings one."""
     first = small("{delayed: {predict: true}}", "{SGD: {lr: 0.1}}")[0]
