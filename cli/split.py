@@ -90,6 +90,7 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
       dnictl split nets:build --data cifar10 --at layer2,layer3
     """
     from dni_runtime.plan.splitting import settings_of, split_chain
+    from dni_runtime.resolve.advice import RECIPE
     from dni_runtime.split.part import doubt
 
     file = options.pop("settings")
@@ -124,6 +125,10 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
             "gradient interfaces as measured for such layers; your own check: "
             f"dnictl compare {output}"
         )
+    if any(part.because == "attention" for part in parts) and "groups" not in settings.get(
+        "defaults", {}
+    ):
+        tell(f"attention from random weights learns best with, in 'defaults': {RECIPE}")
     tell("in parts, the network computes what it computes as a whole: checked")
     tell(f"next: dnictl validate {output} && dnictl up {output}")
 

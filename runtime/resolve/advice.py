@@ -10,16 +10,23 @@ from dni_runtime.spec import WorkerSpec
 _PREDICTING = frozenset({"synthetic", "mixed"})
 _AT_ONCE = frozenset({*_PREDICTING, "local"})
 
+RECIPE = (
+    "groups: [{parameters: matrices, optimizer: {Muon: {lr: 0.01, adjust_lr_fn: match_rms_adamw}}}]"
+)
+"""What the matrices of layers with attention learn best by (measured: docs/results.md)."""
+
 
 def advice(workers: Sequence[WorkerSpec]) -> list[str]:
     """Return warnings about a chain that can be trained, but will not learn as it could."""
-    bare, attending = [], []
+    bare, attending, late = [], [], []
     for worker in workers:
         name = worker.interface.name if worker.interface is not None else None
         if name in _PREDICTING and not any(map(_normalizes, _types(worker))):
             bare.append(worker.module)
         if name in _AT_ONCE and worker.attends:
             attending.append(worker.module)
+        if name == "delayed" and worker.attends and _by_elements(worker):
+            late.append(worker.module)
     warnings = []
     if bare:
         warnings.append(
@@ -30,6 +37,11 @@ def advice(workers: Sequence[WorkerSpec]) -> list[str]:
         warnings.append(
             f"{_have(attending)} attention, which learns little from predicted gradients and local "
             "heads: leave 'interface' out to train by true ones, at most one update late"
+        )
+    if late:
+        warnings.append(
+            f"{_have(late)} attention and late gradients, of which Muon loses less than "
+            f"Adam; if it is trained from random weights, in 'defaults': {RECIPE}"
         )
     if any(map(_loses_momentum, workers)):
         warnings.append(
@@ -58,6 +70,13 @@ def short_schedules(workers: Sequence[WorkerSpec]) -> list[str]:
         f"the schedule of module {' and '.join(modules)} ends {what}"
         for what, modules in short.items()
     ]
+
+
+def _by_elements(worker: WorkerSpec) -> bool:
+    """Whether Adam's kind updates each element of the matrices by itself."""
+    optimizers = [worker.optimizer, *(group.optimizer for group in worker.groups)]
+    names = {optimizer.name for optimizer in optimizers if optimizer is not None}
+    return names <= {"Adam", "AdamW", "NAdam", "RAdam", "Adamax"}
 
 
 def _loses_momentum(worker: WorkerSpec) -> bool:

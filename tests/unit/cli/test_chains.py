@@ -7,16 +7,33 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dni_runtime.resolve.advice import RECIPE
 from tests.unit.cli.conftest import Dnictl, WriteChain
 
 
-@pytest.mark.parametrize("template", ["mlp", "cnn", "lm"])
+@pytest.mark.parametrize("template", ["mlp", "cnn", "lm", "vit"])
 def test_templates_are_valid(template: str, dnictl: Dnictl, folder: Path) -> None:
     assert dnictl("init", "--template", template).code == 0
     result = dnictl("validate", "--json")
     assert result.code == 0
     assert result.json["valid"] is True
     assert len(result.json["modules"]) >= 3
+    assert result.json["warnings"] == []
+
+
+def test_split_names_what_attention_learns_best_by(dnictl: Dnictl) -> None:
+    """Unless the settings say what to learn by; what it names is what 'validate' names."""
+    dnictl("init", "--template", "vit")
+    args = "{channels: 1, size: 8, patch: 2, classes: 10}"
+    command = ["split", "vit:ViT", "--args", args, "-n", "2", "-o", "two.yaml"]
+    told = dnictl(*command, "--data", "{dataset: digits, batch_size: 8}")
+    assert told.code == 0, told.err
+    assert RECIPE in told.out + told.err
+    (warning,) = dnictl("validate", "two.yaml", "--json").json["warnings"]
+    assert RECIPE in warning
+    told = dnictl(*command, "--settings", "chain.yaml")
+    assert told.code == 0, told.err
+    assert "Muon" not in told.out + told.err
 
 
 def test_a_template_may_have_programs(dnictl: Dnictl, folder: Path) -> None:

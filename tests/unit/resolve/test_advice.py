@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dni_runtime.resolve.advice import advice
+from dni_runtime.resolve.advice import RECIPE, advice
 from dni_runtime.spec import DataInfo
 from tests.replicas import replicas
 from tests.specs import float32, int64, specs_of
@@ -39,11 +39,23 @@ def test_predicted_gradients_want_normalisation(
     assert named is None or found[0].startswith(named)
 
 
-@pytest.mark.parametrize(("interface", "warned"), [("local", True), ("delayed", False)])
+@pytest.mark.parametrize(("interface", "warned"), [("local", True), ("exact", False)])
 def test_attention_wants_true_gradients(interface: str, warned: bool) -> None:
     found = advice(specs_of(CHAIN % (interface, TRANSFORMER), INFO))
     assert len(found) == warned
     assert not warned or found[0].startswith("module 'a' has attention")
+
+
+def test_late_gradients_of_attention_want_muon() -> None:
+    """The settings that the warning names are accepted, and there is none with them."""
+    late = "delayed, optimizer: %s, groups: %s"
+    (found,) = advice(specs_of(CHAIN % (late % ("AdamW", "[]"), TRANSFORMER), INFO))
+    assert found.startswith("module 'a' has attention and late gradients")
+    assert found.endswith(f"in 'defaults': {RECIPE}")
+    groups = RECIPE.removeprefix("groups: ")
+    assert advice(specs_of(CHAIN % (late % ("AdamW", groups), TRANSFORMER), INFO)) == []
+    assert advice(specs_of(CHAIN % (late % ("SGD", "[]"), TRANSFORMER), INFO)) == []
+    assert advice(specs_of(CHAIN % (late % ("AdamW", "[]"), "ReLU"), INFO)) == []
 
 
 def test_what_is_wrong_at_several_cuts() -> None:
