@@ -51,6 +51,15 @@ def test_from_a_script_to_a_chain_and_back(folder: Path, trained: str) -> None:
     python("afterwards.py", folder)
 
 
+def test_few_lines_change(folder: Path) -> None:
+    """The loop becomes settings; network and data set stay as they are."""
+    before, after = (
+        {line.strip() for line in (folder / name).read_text().splitlines() if line.strip()}
+        for name in ("script.py", "chain_train.py")
+    )
+    assert len(after - before) <= 12
+
+
 @pytest.mark.usefixtures("trained")
 def test_on_a_cluster(folder: Path) -> None:
     assert "#SBATCH --nodes=1" in shell(commands(PAGE, "On a cluster"), folder)
