@@ -51,11 +51,11 @@ namespaces, with half of the processes in each, and all that one half says to th
 What TCP finds the line to be like is shown first.
 
 Each repetition runs each contender once, from a different start in the list, so that a change in
-the machine's load meets all of them; ratios are taken within a repetition. The best peer is one
-that computes plain backpropagation on several processes. Rates are those of the steady state: start
-and warm-up are left out. CPU time and busy cores are the processes' own, with all their threads.
-The cores that other programs kept busy meanwhile are shown beside each rate: near 0 on a machine of
-one's own, but for the line's own few per cent.
+the machine's load meets all of them; ratios are taken within a repetition: over the best peer that
+computes plain backpropagation on several processes, and over the best of the others. Rates are
+those of the steady state: start and warm-up are left out. CPU time and busy cores are the
+processes' own, with all their threads. The cores that other programs kept busy meanwhile are shown
+beside each rate: near 0 on a machine of one's own, but for the line's own few per cent.
 """
 
 from __future__ import annotations

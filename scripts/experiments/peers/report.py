@@ -47,21 +47,30 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
     return asdict(Spread.of(values)) if values else None
 
 
-def best_peer(outcomes: Outcomes) -> Contender | None:
-    """Of the synchronous peers on several processes, the one with the highest median."""
+def best_peer(outcomes: Outcomes, *, synchronous: bool = True) -> Contender | None:
+    """Of the peers on several processes, the one with the highest median.
+
+    Those that are not ``synchronous`` update old weights, or average replicas now and then.
+    """
     medians = {
         contender: statistics.median(run.rate for run in outcome.measured)
         for contender, outcome in outcomes.items()
-        if contender.name in SYNCHRONOUS and outcome.measured
+        if outcome.measured
+        and kind_of(contender.name)[0] not in ("single", "chain")
+        and (contender.name in SYNCHRONOUS) == synchronous
     }
     return max(medians, key=lambda contender: medians[contender]) if medians else None
 
 
 def summarize(line: Line, outcomes: Outcomes, probed: Mapping[str, float]) -> dict[str, Any]:
     """All contenders over one line, as a JSON document."""
-    best = best_peer(outcomes)
+    best, other = best_peer(outcomes), best_peer(outcomes, synchronous=False)
     single = outcomes.get(Contender(BASE)) or outcomes.get(Contender("single-1"))
     rows = []
+
+    def over(base: Contender | None) -> dict[str, float] | None:
+        return None if base is None else spread(ratios(outcome.rates, outcomes[base].rates))
+
     for contender, outcome in outcomes.items():
         runs = outcome.measured
         row: dict[str, Any] = {
@@ -76,7 +85,8 @@ def summarize(line: Line, outcomes: Outcomes, probed: Mapping[str, float]) -> di
                 statistics.median(values)
                 for values in zip(*(run.cores for run in runs), strict=True)
             ],
-            "over_best_peer": spread(ratios(outcome.rates, outcomes[best].rates)) if best else None,
+            "over_best_peer": over(best),
+            "over_best_other": over(other),
             "over_single": spread(ratios(outcome.rates, single.rates)) if single else None,
             "foreign_cores": outcome.foreign,
             "runs": [asdict(run) if run is not None else None for run in outcome.runs],
@@ -87,6 +97,7 @@ def summarize(line: Line, outcomes: Outcomes, probed: Mapping[str, float]) -> di
         "rate_mbit": line.rate_mbit or None,
         "measured": dict(probed),
         "best_peer": str(best) if best else None,
+        "best_other": str(other) if other else None,
         "single": BASE if Contender(BASE) in outcomes else "single-1",
         "contenders": rows,
     }
@@ -97,14 +108,15 @@ def table(line: Line, found: Mapping[str, Any]) -> str:
     rows = [
         (
             "contender", "computes", "samples/s", "range", f"/ {found['best_peer'] or 'best peer'}",
-            f"/ {found['single']}", "CPU ms/sample", "cores busy", "window", "others",
+            f"/ {found['best_other'] or 'best other'}", f"/ {found['single']}", "CPU ms/sample",
+            "cores busy", "window", "others",
         )
     ]  # fmt: skip
     for row in found["contenders"]:
         name = str(Contender(row["name"], row["cut"], row["processes"]))
         rates = row["samples_per_s"]
         if rates is None:
-            rows.append((name, row["computes"], "failed", *[""] * 7))
+            rows.append((name, row["computes"], "failed", *[""] * 8))
             continue
         windows = {run["details"].get("window") for run in row["runs"] if run is not None}
         rows.append(
@@ -114,6 +126,7 @@ def table(line: Line, found: Mapping[str, Any]) -> str:
                 f"{rates['median']:.0f}",
                 f"{rates['low']:.0f}-{rates['high']:.0f}",
                 _paired(row["over_best_peer"]),
+                _paired(row["over_best_other"]),
                 _paired(row["over_single"]),
                 f"{row['cpu_ms_per_sample']['median']:.3f}",
                 " + ".join(f"{cores:.2f}" for cores in row["cores"]),

@@ -266,15 +266,20 @@ def test_summary() -> None:
     assert "ddp: RuntimeError: it broke" in text
 
 
-def test_peers_that_compute_something_else_are_no_base() -> None:
+def test_peers_that_compute_something_else_are_a_base_of_their_own() -> None:
     outcomes = {
         Contender("ddp", processes=2): outcome(10),
         Contender("local-sgd-8"): outcome(90),
         Contender("async-1f1b"): outcome(80),
+        Contender("single-2"): outcome(200),
+        Contender("mixed"): outcome(180),
     }
     assert best_peer(outcomes) == Contender("ddp", processes=2)
+    assert best_peer(outcomes, synchronous=False) == Contender("local-sgd-8")
     found = summarize(Line(), outcomes, {})
     assert found["contenders"][1]["over_best_peer"]["median"] == 9
+    assert found["contenders"][4]["over_best_other"]["median"] == 2
+    assert "/ local-sgd-8" in table(Line(), found)
     assert "ddp x2" in table(Line(), found)
 
 
