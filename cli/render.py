@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import chain_argument, data_option, level_option, planned_run, tell
+from dnictl.options import (
+    THERE,
+    chain_argument,
+    chosen_run,
+    complete_runs,
+    counts_of,
+    data_option,
+    level_option,
+    planned_run,
+    runs_option,
+    tell,
+    trust_option,
+)
+
+if TYPE_CHECKING:
+    from dni_runtime.plan.prepare import CheckedChain
+    from dni_runtime.schedulers.kubernetes.objects import Objects
+    from dni_runtime.serving.documents import FrontSettings
 
 
 @click.group()
@@ -21,63 +41,71 @@ def render() -> None:
 @chain_argument
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), required=True,
               help="Folder for the files; must not exist, or be empty.")  # fmt: skip
+@click.option("--serve", "source", metavar="RUN", shell_complete=complete_runs,
+              help="Not a training: this run, or release NAME:VERSION, answers.")  # fmt: skip
 @click.option("--image", "images", multiple=True, required=True, metavar="[MODULE=]IMAGE",
               help="Image of all modules, or of one: REPOSITORY@DIGEST.")  # fmt: skip
-@click.option("--name", metavar="NAME", help="The run's name (default: the chain's).")
+@click.option("--name", metavar="NAME", help="Name of the objects (default: the chain's).")
 @click.option("--namespace", metavar="NAME", help="Namespace of the objects.")
-@click.option("--queue", metavar="NAME", help="Kueue's queue that admits the run.")
-@click.option("--claim", metavar="NAME", help="A volume claim for the run (default: a new one).")
-@click.option("--storage", default="10Gi", show_default=True, help="Size of the new one.")
-@click.option("--data-claim", metavar="NAME", help="A volume claim that has the data.")
 @click.option("--user", type=click.IntRange(1), default=1000, show_default=True,
               help="User and group id of the pods, to whom the volume belongs.")  # fmt: skip
+@level_option
+@click.option("--queue", metavar="NAME", help="Kueue's queue that admits the run.")
+@click.option("--claim", metavar="NAME", help="A volume claim for the run (default: a new one).")
+@click.option("--storage", metavar="SIZE", help="Size of the new one (default: 10Gi).")
+@click.option("--data-claim", metavar="NAME", help="A volume claim that has the data.")
 @click.option("--no-jobset", is_flag=True, help="Write plain Jobs, for clusters without JobSet.")
 @data_option
-@level_option
+@runs_option
+@click.option("--from", "choice", metavar="CUT",
+              help="With --serve: which checkpoint: its number, newest or best.")  # fmt: skip
+@click.option("--replicas", multiple=True, metavar="MODULE=N",
+              help="With --serve: workers of a module; may be repeated.")  # fmt: skip
+@click.option("--port", type=click.IntRange(1024, 65535),
+              help="With --serve: where the front listens (default: 8000).")  # fmt: skip
+@click.option("--token-file", type=THERE,
+              help="With --serve: what requests must bear (default: a new one).")  # fmt: skip
+@trust_option
 def kubernetes(
-    chain: Path,
-    out: Path,
-    images: tuple[str, ...],
-    name: str | None,
-    namespace: str | None,
-    queue: str | None,
-    claim: str | None,
-    storage: str,
-    data_claim: str | None,
-    user: int,
-    no_jobset: bool,
-    data: Path | None,
-    log_level: str,
-) -> None:
-    """Write a training's objects for Kubernetes: a JobSet, and what it needs.
+    chain: Path, out: Path, source: str | None, images: tuple[str, ...], name: str | None,
+    namespace: str | None, user: int, log_level: str, **options: Any,
+) -> None:  # fmt: skip
+    """Write objects for Kubernetes: of a training, or of a service.
 
     It talks to no cluster: look at the files, then 'kubectl apply -f FOLDER'. keys.yaml holds
     secrets.
 
     \b
-    Example:
+    Examples:
       dnictl render kubernetes chain.yaml -o k8s --image registry.example/digits@sha256:...
+      dnictl render kubernetes --serve digits:1.2.0 -o k8s --image bottom=registry.example/...
     """
-    import tempfile
-
-    from dni_runtime.plan.prepare import prepare
     from dni_runtime.plan.settings import StartSettings
-    from dni_runtime.schedulers.kubernetes import Cluster, Training
+    from dni_runtime.schedulers.kubernetes.objects import Cluster
+    from dni_runtime.spec.predicting import FRONT
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out: {str(out)!r} is not an empty folder", hint="name a new one")
+    other = ("choice", "replicas", "port", "token_file") if source is None else _OF_TRAINING
+    for option in other:
+        if options[option]:
+            flag = "from" if option == "choice" else option.replace("_", "-")
+            hint = "it is for --serve" if source is None else "--serve has none"
+            raise UsageError(f"--{flag} is not for this", hint=hint)
     cluster = Cluster(
         images=_by_module(images),
         namespace=namespace,
-        queue=queue,
-        claim=claim,
-        data_claim=data_claim,
-        storage=storage,
+        queue=options["queue"],
+        claim=options["claim"],
+        data_claim=options["data_claim"],
+        storage=options["storage"] or "10Gi",
         user=user,
-        jobset=not no_jobset,
+        jobset=not options["no_jobset"],
     )
-    prepared = prepare(chain, data=data)
-    if unknown := set(cluster.images) - {"", *prepared.modules}:
+    prepared, front = (
+        (_trained(chain, options), None) if source is None else _served(source, options)
+    )
+    if unknown := set(cluster.images) - {"", *prepared.modules, *([FRONT] if front else ())}:
         raise UsageError(
             f"--image: chain {prepared.chain.name!r} has no module {min(unknown)!r}",
             hint=f"its modules: {', '.join(prepared.modules)}",
@@ -93,15 +121,75 @@ def kubernetes(
             for path in sorted(run.root.rglob("*"))
             if path.is_file()
         }
-    training = Training(
-        name, prepared.chain, prepared.replicas, planned.plan, files, cluster
-    ).manifests()
-    _write(out, training)
-    for file in training:
+    objects: Objects
+    if front is None:
+        from dni_runtime.schedulers.kubernetes.training import Training
+
+        objects = Training(
+            name=name, chain=prepared.chain, workers=prepared.replicas, plan=planned.plan,
+            files=files, cluster=cluster,
+        )  # fmt: skip
+    else:
+        from dni_runtime.schedulers.kubernetes.service import Service, served_files
+
+        assert prepared.front is not None
+        token = options["token_file"]
+        objects = Service(
+            name=name, chain=prepared.chain, workers=(prepared.front, *prepared.replicas),
+            plan=planned.plan, files=served_files(name, prepared, front, files), cluster=cluster,
+            front=front, token=None if token is None else token.read_text().strip(),
+        )  # fmt: skip
+    written = {file: some for file, some in objects.manifests().items() if some}
+    _write(out, written)
+    for file in written:
         click.echo(str(out / file))
     loose = [image for image in cluster.images.values() if "@sha256:" not in image]
     if loose:
         tell(f"not pinned by a digest, so a registry may change it: {', '.join(loose)}")
+
+
+_OF_TRAINING = ("queue", "claim", "storage", "data_claim", "no_jobset", "data")
+
+
+def _trained(chain: Path, options: dict[str, Any]) -> CheckedChain:
+    from dni_runtime.plan.prepare import prepare
+
+    return prepare(chain, data=options["data"])
+
+
+def _served(source: str, options: dict[str, Any]) -> tuple[CheckedChain, FrontSettings]:
+    from dni_runtime.plan.serving import serving_chain, signature_of
+    from dni_runtime.schedulers.kubernetes.service import TOKEN, for_pods
+    from dni_runtime.serving.documents import FrontSettings
+    from dni_runtime.serving.settings import Settings
+
+    its = chosen_run(source, options["runs"])
+    its.check_trusted()
+    cut, damaged = its.choose_cut(options["choice"])
+    for problem in damaged:
+        tell(f"warning: {problem}; using checkpoint {cut}")
+    record = its.record
+    prepared = for_pods(serving_chain(record, cut, None, counts_of(options["replicas"])))
+    version = "1"
+    if record.release is not None:  # its images have the weights
+        version = record.release.rpartition(":")[2]
+        prepared = replace(prepared, initial={})
+    signature = signature_of(record)
+    token = Path(TOKEN, "token")
+    return prepared, FrontSettings(
+        inputs=dict(signature.inputs),
+        outputs=dict(signature.outputs),
+        modules=len(prepared.replicas),
+        version=version,
+        http=Settings(
+            name=prepared.chain.name,
+            host="0.0.0.0",
+            port=options["port"] or 8000,
+            token_file=token,
+            token_kept=True,
+            probe_s=10,
+        ),
+    )
 
 
 def _by_module(images: Sequence[str]) -> dict[str, str]:

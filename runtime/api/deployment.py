@@ -14,7 +14,7 @@ from dni_runtime.core.export import load_model, read_header
 from dni_runtime.errors import DniError, UnavailableError, UsageError
 from dni_runtime.image.apptainer import usable_apptainer
 from dni_runtime.plan.prepare import importing_from
-from dni_runtime.plan.serving import serving_chain
+from dni_runtime.plan.serving import serving_chain, signature_of
 from dni_runtime.plan.settings import StartSettings
 from dni_runtime.release.images import assembled
 from dni_runtime.release.store import Store
@@ -26,7 +26,6 @@ from dni_runtime.serving.documents import Order, Settings, Version
 from dni_runtime.serving.engine import Engine, InProcess
 from dni_runtime.serving.front import Front
 from dni_runtime.serving.protocol import Signature
-from dni_runtime.spec import TensorSpec
 from dni_runtime.spec.worker import ExitRole
 
 _STOPPED_S = 60.0  # that a supervisor may take to end when its workers have
@@ -76,16 +75,12 @@ def deploy(
     version = Version(name=name, source=source, cut=cut)
     if source.is_file():
         header = read_header(source)
-        signature = _signature(header.inputs, header.outputs)
+        signature = Signature.of(header.inputs, header.outputs)
         return Deployment(version, InProcess(load_model(source, trust=settings.trust), signature))
     trained = Run.open(source, trust=settings.trust)
     trained.check_trusted()
     cut = trained.choose_cut()[0] if cut is None else cut
-    chain, workers = trained.record.specs()
-    head, tail = workers[0].head, workers[-1]
-    assert head is not None
-    outputs = tail.outputs or (tail.output,)
-    signature = _signature(head.samples, outputs, chain.data.inputs)
+    signature = signature_of(trained.record)
     version = version.model_copy(update={"cut": cut})
     if settings.in_process:
         with importing_from(trained.directory.sources):
@@ -162,19 +157,3 @@ def _early_exits(run: Run, cut: int, settings: Settings) -> dict[str, ExitRole]:
         for exit, threshold in zip(early, thresholds, strict=True)
         if exit.head is not None and threshold is not None
     }
-
-
-def _signature(
-    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], names: Sequence[str] = ()
-) -> Signature:
-    """Return a network's signature; ``names`` are those of its inputs, if they have any."""
-    return Signature(
-        _named("input", inputs) if not names else dict(zip(names, inputs, strict=True)),
-        _named("output", outputs),
-    )
-
-
-def _named(name: str, tensors: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-    if len(tensors) == 1:
-        return {name: tensors[0]}
-    return {f"{name}_{number}": tensor for number, tensor in enumerate(tensors)}

@@ -158,10 +158,10 @@ def tensors_of(worker: WorkerSpec) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def load_initial(layers: nn.Module, file: Path) -> None:
-    """Load the initial weights that a run directory holds; others stay as they are."""
+def load_initial(layers: nn.Module, file: Path, prefix: str = "") -> None:
+    """Load initial weights, whose names have a prefix in the file; others stay as they are."""
     try:
-        tensors = load_file(file)
+        tensors = {key.removeprefix(prefix): value for key, value in load_file(file).items()}
         unknown = layers.load_state_dict(tensors, strict=False).unexpected_keys
     except (OSError, SafetensorError, RuntimeError) as error:
         raise DataError(f"initial weights {str(file)!r} cannot be used: {error}") from None

@@ -22,8 +22,13 @@ from dni_runtime.image import apptainer
 ROOT = "opt/dni"
 MODULE_JSON = f"{ROOT}/module.json"
 
-ENTRY_POINTS = ("dni_runtime.worker.__main__", "dni_runtime.core.export")
-"""What runs in an image: the worker, and ``dni_runtime.load``, which a user's class may call.
+ENTRY_POINTS = (
+    "dni_runtime.worker.__main__",
+    "dni_runtime.serving.__main__",
+    "dni_runtime.core.export",
+)
+"""What runs in an image: a worker, the front of a service on Kubernetes, and ``dni_runtime.load``,
+which a user's class may call.
 
 These and what they import are in it, and a change elsewhere rebuilds no image.
 """

@@ -48,6 +48,9 @@ RUNTIME_REQUIREMENTS = (
 )
 """Packages that a worker imports beside torch; some of the distribution's dependencies."""
 
+FRONT_REQUIREMENTS = ("uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19", "orjson>=3.10")
+"""Packages that the front of a service imports besides; those of the extra ``serve``."""
+
 INSTALLER = "pip"
 """Included in the wheelhouse, so that the image needs no pip of its own."""
 
@@ -132,7 +135,7 @@ def requirements_of(image: ImageSpec) -> tuple[str, ...]:
             ) from error
         if location[1] == "torch" and canonicalize_name(name) != "torch":
             raise SpecError(f"{text!r} does not name torch", location=location)
-    return (*torch, *RUNTIME_REQUIREMENTS, *image.requirements)
+    return (*torch, *RUNTIME_REQUIREMENTS, *FRONT_REQUIREMENTS, *image.requirements)
 
 
 def host_machine() -> str:

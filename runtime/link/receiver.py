@@ -65,7 +65,7 @@ class Receiver:
         self.contract = contract
         self.run = run
         self.counters = counters
-        self.order = ReceiveOrder(received, carries)
+        self.order = ReceiveOrder(received, carries, jumps=contract.predicts)
         self._begun_at = received
         self.peer: bytes | None = None  # identity of the accepted peer's connection
         self.ended = False  # whether the peer has sent BYE

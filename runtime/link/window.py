@@ -121,8 +121,15 @@ class SendWindow:
 class ReceiveOrder:
     """Which messages of the stream were accepted, and which were processed."""
 
-    def __init__(self, received: int = 0, carries: Callable[[int], bool] | None = None) -> None:
+    def __init__(
+        self,
+        received: int = 0,
+        carries: Callable[[int], bool] | None = None,
+        *,
+        jumps: bool = False,  # ids that do not come say nothing: they may belong to another lane
+    ) -> None:
         self._carries = carries  # whether the batch with an id comes this way; None: all do
+        self._jumps = jumps
         self.received = received  # the highest id that was accepted
         self.acked = received  # everything up to this id has been processed
         self.gaps = 0  # ids that never came
@@ -165,7 +172,7 @@ class ReceiveOrder:
 
     def _between(self, id: int) -> int:
         """Return how many batches between the last message and ``id`` should have come."""
-        between = range(self.received + 1, id)
+        between = range(self.received + 1, 0 if self._jumps else id)
         if self._carries is None:
             return len(between)
         count = sum(map(self._carries, between[:GAP_COUNTED]))

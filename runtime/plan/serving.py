@@ -10,6 +10,7 @@ from dni_runtime.plan.initial import stored_tensors, trained_weights
 from dni_runtime.plan.prepare import CheckedChain, Origin
 from dni_runtime.run.cuts import tensors_file
 from dni_runtime.run.record import Record
+from dni_runtime.serving.protocol import Signature
 from dni_runtime.spec import ChainSpec, DataInfo, WorkerSpec
 from dni_runtime.spec.predicting import exit_name, predicting
 from dni_runtime.spec.replicas import modules_of, replicas_of, workers_of
@@ -71,6 +72,14 @@ def serving_chain(
         front=served[0],
         trained=Origin(record, cut),
     )
+
+
+def signature_of(record: Record) -> Signature:
+    """Return what a run's network takes and returns."""
+    chain, workers = record.specs()
+    head, tail = workers[0].head, workers[-1]
+    assert head is not None
+    return Signature.of(head.samples, tail.outputs or (tail.output,), chain.data.inputs)
 
 
 def _expanded(

@@ -8,6 +8,7 @@
       plan.json                     the launch plan
       job.json  job.sbatch          the Slurm job: what was requested, and its batch script
       specs/MODULE.json             what each worker serves
+      front.json                    what the front answers, if a launcher starts it as well
       src/                          the user's source files
       endpoints/MODULE.json         where a worker listens, its public key (published atomically)
       endpoints/MODULE.group/       how replicas find each other that form a process group
@@ -59,6 +60,7 @@ ENTRIES = frozenset({
     *FOLDERS, "keys", "leases", "tensorboard", "container", "exits",
     "run.json", "chain.yaml", "chain.json", "plan.json", "job.json", "job.sbatch", "state.json",
     "events.jsonl", "told.json", "end.json", "owner.json", "stop.json", "scale.json",
+    "front.json",
 })  # fmt: skip
 """All that a run directory may hold: what else is in it is somebody's own."""
 
@@ -82,6 +84,10 @@ class RunDir:
     @property
     def chain(self) -> Path:
         return self.root / "chain.json"
+
+    @property
+    def front(self) -> Path:
+        return self.root / "front.json"
 
     @property
     def plan(self) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.rundir import RunDir
-from dni_runtime.schedulers.kubernetes import Kubernetes
+from dni_runtime.schedulers.kubernetes.scheduler import Kubernetes
 from dni_runtime.schedulers.local import Scheduler
 from dni_runtime.schedulers.mpi import Mpi
 from dni_runtime.schedulers.slurm.scheduler import Slurm

@@ -12,6 +12,7 @@ from pydantic import Field
 from dni_runtime.run.documents.base import Document
 from dni_runtime.run.documents.state import process_birth
 from dni_runtime.serving.settings import Settings as HttpSettings
+from dni_runtime.spec.edge import TensorSpec
 
 Phase = Literal["starting", "running", "draining", "ended", "failed"]
 
@@ -37,6 +38,17 @@ class Settings(Document):
     exit_confidence: float | None = None  # top probability at which samples leave, instead
     exit_wait_s: float = 2.0  # for the chain's output, until an exit answers for it
     ready_s: float = 120.0  # that a version may take to answer its first batch
+    drain_s: float = 30.0  # that open requests may take at the end
+    http: HttpSettings
+
+
+class FrontSettings(Document):
+    """What a front serves whose chain a launcher has started (``front.json`` of the run)."""
+
+    inputs: dict[str, TensorSpec]
+    outputs: dict[str, TensorSpec]
+    modules: int  # workers, and so batches on their way
+    version: str = "1"
     drain_s: float = 30.0  # that open requests may take at the end
     http: HttpSettings
 

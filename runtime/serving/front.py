@@ -19,7 +19,6 @@ from torch import Tensor
 
 from dni_runtime.errors import StoppedError, WorkerError
 from dni_runtime.link import Batch, Marker
-from dni_runtime.run.keys import RunKeys
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.serving.collect import OpenBatches, Part
 from dni_runtime.serving.engine import Answer
@@ -31,10 +30,11 @@ from dni_runtime.worker.farewell import POLL_MS
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.links import Attempt, WorkerLinks
 from dni_runtime.worker.metrics import MetricsWriter
+from dni_runtime.worker.options import keyring
 from dni_runtime.worker.predictor import WHOLE
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.start import WorkerStart
+from dni_runtime.worker.start import OWN, WorkerStart
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class Front:
     """An engine (``serving/engine.py``): the workers of a chain, by its links.
 
     A batch waits in the windows of the links until it is answered, so a module that is restarted
-    gets again what it had.
+    gets again what it had. A front that is restarted while the modules go on (``--resume own``)
+    does not know the batches of the one before: its own have higher positions, by the clock.
     """
 
     def __init__(
@@ -65,13 +66,14 @@ class Front:
         self._depth = depth
         self._stop = StopRequest()
         self._metrics = MetricsWriter(run, spec, start.attempt)
-        self._keys = RunKeys(run, spec.module)
+        self._keys = keyring(start, run, spec.module)
         attempt = Attempt(start, spec, run, self._metrics, self._stop, self._keys)
-        self._links = WorkerLinks(attempt, Start())
+        again = start.resume == OWN
+        self._position = self._former = int(time.time()) << 20 if again else 0
+        self._links = WorkerLinks(attempt, Start(again=again, first_id=self._position + 1))
         self._waiting: deque[tuple[int, tuple[Tensor, ...], bool]] = deque()
         *exits, _ = (edge.source for edge in spec.sources)
         self._open = OpenBatches(exits, exit_wait_s)
-        self._position = 0
         self._exits = [n for n, edge in enumerate(spec.sources) for _ in edge.links]  # of links
         self._last = [0] * len(self._exits)  # position of the last message of each link
         self._acked = [*self._last]
@@ -141,7 +143,8 @@ class Front:
                 number = self._exits[index]
                 while (item := link.receive()) is not None:
                     # One MISSED stands for several; or another lane brings them.
-                    for missed in range(item.id if link.chosen else self._last[index] + 1, item.id):
+                    known = max(self._last[index], self._former)
+                    for missed in range(item.id if link.chosen else known + 1, item.id):
                         self._answer(self._open.came(missed, number, None))
                     self._last[index] = item.id
                     self._answer(self._open.came(item.id, number, _part(item)))

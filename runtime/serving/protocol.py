@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from reprlib import Repr
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import orjson
@@ -71,6 +71,17 @@ class Signature:
                     hint=f"types: {', '.join(_DATATYPES)}; no dimension may be 0",
                 )
 
+    @classmethod
+    def of(
+        cls,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        names: Sequence[str] = (),  # of the inputs, if they have any
+    ) -> Self:
+        """Return a network's signature."""
+        given = dict(zip(names, inputs, strict=True)) if names else _named("input", inputs)
+        return cls(given, _named("output", outputs))
+
     def zeros(self) -> tuple[Tensor, ...]:
         """Return inputs of one row, of zeros."""
         return tuple(tensor.zero_() for tensor in empty(self.inputs, 1))
@@ -88,6 +99,12 @@ class Signature:
             ]
             for group, specs in (("inputs", self.inputs), ("outputs", self.outputs))
         }
+
+
+def _named(name: str, tensors: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+    if len(tensors) == 1:
+        return {name: tensors[0]}
+    return {f"{name}_{number}": tensor for number, tensor in enumerate(tensors)}
 
 
 class Request(NamedTuple):

@@ -21,6 +21,7 @@ class Settings(Frozen):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0: a free one
     token_file: Path | None = None  # of the token that requests must bear
+    token_kept: bool = False  # its mode does not matter: a launcher keeps it from others
     tls_cert: Path | None = None
     tls_key: Path | None = None
     max_batch: int = Field(default=64, ge=1, le=ROWS)  # rows
@@ -51,7 +52,7 @@ class Settings(Frozen):
                 token = file.read(4096).strip()
         except OSError as error:
             raise UsageError(f"the token file {path!r}: {error.strerror}") from None
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        if mode & (stat.S_IRWXG | stat.S_IRWXO) and not self.token_kept:
             raise UsageError(
                 f"the token file {path!r} is open to others (mode {stat.S_IMODE(mode):04o})",
                 hint=f"chmod 600 {path}, and write another token: others may have read this one",

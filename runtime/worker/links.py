@@ -14,6 +14,7 @@ from dni_runtime.run.documents.records import RunRecord
 from dni_runtime.run.keys import Keyring
 from dni_runtime.run.rundir import RunDir, socket_folder
 from dni_runtime.spec import EdgeSpec, LinksSpec, WorkerSpec
+from dni_runtime.spec.predicting import FRONT
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
@@ -43,7 +44,8 @@ class WorkerLinks:
 
     A worker that starts with its neighbours first opens its links downstream, then waits for those
     upstream. One that is restarted alone does it the other way round: what modules upstream can
-    still send decides what it can send on.
+    still send decides what it can send on. The front of a chain that predicts is both ends of it,
+    and always opens its own first.
     """
 
     def __init__(self, attempt: Attempt, start: Start) -> None:
@@ -133,10 +135,11 @@ class WorkerLinks:
 
         Returns False if this worker was restarted, and a module upstream has finished meanwhile.
         """
-        if self.input is not None and self._start.again and not self._go_on_after(self.input):
+        after = self._start.again and self._spec.module != FRONT
+        if self.input is not None and after and not self._go_on_after(self.input):
             return False
         self._connect()
-        if self.input is not None and not self._start.again:
+        if self.input is not None and not after:
             self.neighbours.wait_for_upstream(self.input)
         return True
 

@@ -20,7 +20,6 @@ from dni_runtime.files import is_full
 from dni_runtime.garbage import collect_as_usual
 from dni_runtime.run.cuts import remove_temporaries
 from dni_runtime.run.documents.records import RunRecord
-from dni_runtime.run.keys import KnownKeys, RunKeys
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker import checkpoint
@@ -30,14 +29,14 @@ from dni_runtime.worker.labels import Labels
 from dni_runtime.worker.links import Attempt, WorkerLinks, link_settings
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import withdraw
-from dni_runtime.worker.options import chain_start, load_spec
+from dni_runtime.worker.options import chain_start, keyring, load_spec
 from dni_runtime.worker.predictor import Predictor
 from dni_runtime.worker.pushes import Pushes
 from dni_runtime.worker.rank import heeding_stop, start_of, wait_for_others
 from dni_runtime.worker.resume import AUTO, Start, begin, forget_later
 from dni_runtime.worker.server import ModuleServer, Stage
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.start import WorkerStart
+from dni_runtime.worker.start import OWN, WorkerStart
 from dni_runtime.worker.stream import Stream
 from dni_runtime.worker.version import replaced
 
@@ -52,8 +51,7 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
     spec = load_spec(options)
     run = RunDir(Path(options.run))
     run.create()
-    own = options.keys
-    keys = RunKeys(run, spec.module) if own is None else KnownKeys.read(Path(own), spec.module)
+    keys = keyring(options, run, spec.module)
     metrics = MetricsWriter(run, spec, options.attempt, began=began)
     metrics.chain_start = chain_start(options)
     metrics.set_state("starting")
@@ -80,7 +78,7 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
         keys.leave()
     metrics.set_state("finished" if outcome is Stage.FINISHED else "stopped")
     if outcome is Stage.STOPPED:
-        if options.by_rank and metrics.chain_start is None:
+        if options.by_rank and metrics.chain_start is None and options.resume != OWN:
             record = RunRecord.load(run.record)
             wait_for_others(run, () if record is None else record.modules, spec.stop_grace_s)
         raise StoppedError("stopped before the end of the run", hint="resume it to continue")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,13 @@ from dni_runtime.errors import DataError, ImageError, UnavailableError, UsageErr
 from dni_runtime.files import write_atomic
 from dni_runtime.run.documents.records import RunRecord
 from dni_runtime.run.documents.reports import ChainStart, Report
+from dni_runtime.run.keys import Keyring, KnownKeys, RunKeys
 from dni_runtime.run.rundir import RunDir, hash_name, socket_folder
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.named import module_of, worker_name
 from dni_runtime.spec.replicas import with_replicas
 from dni_runtime.worker.rank import JOB_INDEX, worker_of_rank
-from dni_runtime.worker.start import IMAGE_SPEC, WorkerStart
+from dni_runtime.worker.start import IMAGE_SERVING, IMAGE_SPEC, OWN, WorkerStart
 
 
 def by_rank(start: WorkerStart, environ: Mapping[str, str]) -> WorkerStart:
@@ -33,7 +35,7 @@ def by_rank(start: WorkerStart, environ: Mapping[str, str]) -> WorkerStart:
     """
     run = RunDir(Path(start.run))
     if start.given is not None:
-        _take(run, Path(start.given))
+        take_given(run, Path(start.given))
     record = RunRecord.load(run.record)
     if record is None:
         raise DataError(
@@ -49,7 +51,7 @@ def by_rank(start: WorkerStart, environ: Mapping[str, str]) -> WorkerStart:
         )
     module = worker_of_rank(environ, ranks)
     report = Report.read(run.worker(module))
-    attempt, first, resume = report.attempt + 1, None, start.resume
+    attempt, first, resume = next_attempt(report, start.resume), None, start.resume
     if start.start is not None and JOB_INDEX in environ:
         first, before = attempt, report.chain_start
         if before is not None and before.number == start.start and before.cut is not None:
@@ -65,6 +67,14 @@ def by_rank(start: WorkerStart, environ: Mapping[str, str]) -> WorkerStart:
     )
 
 
+def next_attempt(report: Report, resume: str) -> int:
+    """Return the number of a worker's next start, by its last report.
+
+    One that always starts alone may have lost that with its pod: the clock counts.
+    """
+    return max(report.attempt + 1, int(time.time()) if resume == OWN else 0)
+
+
 def chain_start(start: WorkerStart) -> ChainStart | None:
     """Return what the report of a worker says that may be replaced alone; see :func:`by_rank`."""
     if not start.by_rank or start.first is None:
@@ -73,7 +83,7 @@ def chain_start(start: WorkerStart) -> ChainStart | None:
     return ChainStart(number=start.start or 0, first=start.first, cut=cut)
 
 
-def _take(run: RunDir, given: Path) -> None:
+def take_given(run: RunDir, given: Path) -> None:
     """Write a new run's first files into its directory, unless they are there.
 
     Several workers may do so at once. The record is last: with it, the run is complete.
@@ -108,6 +118,28 @@ def _files(folder: Path) -> Iterator[Path]:
             yield from _files(path)
         elif path.is_file():
             yield path
+
+
+def keyring(start: WorkerStart, run: RunDir, module: str) -> Keyring:
+    """Return a worker's keys: those that its launcher keeps, else the run's."""
+    return RunKeys(run, module) if start.keys is None else KnownKeys.read(Path(start.keys), module)
+
+
+def released_weights(spec: WorkerSpec, image: Path = IMAGE_SERVING) -> Path | None:
+    """Return the weights of a release in the module's image; None if it has none.
+
+    Raises:
+        ImageError: They are another module's.
+    """
+    if not image.is_dir():
+        return None
+    built, module = _read_spec(image / "module.json"), module_of(spec.module)
+    if (built.module, built.trained) != (module, spec.trained):
+        raise ImageError(
+            f"the image has the weights of module {built.module!r}, not of this {module!r}",
+            hint="each module of a release is served by its own image",
+        )
+    return image / "weights.safetensors"
 
 
 def load_spec(start: WorkerStart, image: Path = IMAGE_SPEC) -> WorkerSpec:

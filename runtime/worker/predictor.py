@@ -20,7 +20,9 @@ import zmq
 from torch import Tensor
 
 from dni_runtime.core.exits import early_head, leaves
+from dni_runtime.core.export import LAYERS_PREFIX
 from dni_runtime.core.forward import ModuleForward
+from dni_runtime.core.layers import load_initial
 from dni_runtime.errors import DataError
 from dni_runtime.garbage import collect_as_usual
 from dni_runtime.link import Marker, OutputLink
@@ -34,8 +36,10 @@ from dni_runtime.worker.farewell import POLL_MS
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.links import Attempt, WorkerLinks
 from dni_runtime.worker.metrics import link_figures
-from dni_runtime.worker.resume import OWN, Start
+from dni_runtime.worker.options import released_weights
+from dni_runtime.worker.resume import Start
 from dni_runtime.worker.server import Stage
+from dni_runtime.worker.start import OWN
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +143,12 @@ class Predictor:
         self._module = ModuleForward(spec, device)
         torch.set_rng_state(self._module.random_state)
         if spec.initial:
-            self._module.load_initial(attempt.run.initial(module_of(spec.module)))
+            file = attempt.run.initial(module_of(spec.module))
+            released = None if file.exists() else released_weights(spec)
+            if released is None:
+                self._module.load_initial(file)
+            else:
+                load_initial(self._module.layers, released, LAYERS_PREFIX)
         self._exit = None if spec.exit is None else Exit(spec, attempt.run, device)
         self._copies = Copies(device)
         self._edges = spec.targets

@@ -30,12 +30,12 @@ from dni_runtime.spec.named import module_of, number_of
 from dni_runtime.spec.replicas import replicas_of
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.ledger import Counts, Ledger, ModuleProgress
+from dni_runtime.worker.start import OWN
 from dni_runtime.worker.stream import Position
 
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-OWN = "own"
 
 _LAG_S = 4.0
 """Time in which a new file is nearly always seen on another host; restarts may wait as long."""

@@ -18,6 +18,10 @@ from typing import Any
 from dni_runtime import __version__
 
 IMAGE_SPEC = Path("/opt/dni/module.json")
+OWN = "own"
+"""``--resume`` of a worker that starts while the others go on (``worker/resume.py``)."""
+IMAGE_SERVING = Path("/opt/dni/serving")
+"""In a release's image: ``module.json``, as which it answers, and ``weights.safetensors``."""
 
 EPILOG = """\
 In an image the module's spec is the image's own, and everything else has a default: two modules are

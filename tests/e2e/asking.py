@@ -27,7 +27,7 @@ def drawn(datatype: str, shape: list[int]) -> Tensor:
     return torch.randn(shape)
 
 
-def compare(url: str, name: str, file: Path) -> None:
+def compare(url: str, name: str, file: Path, headers: dict[str, str] | None = None) -> None:
     """Ask as clients do, in both encodings; the answers are the network's."""
     if find_spec("tritonclient") is None:
         missing("the package tritonclient is not installed")
@@ -35,9 +35,9 @@ def compare(url: str, name: str, file: Path) -> None:
 
     network = dni_runtime.load(file, trust=True)
     server = client.InferenceServerClient(url.removeprefix("http://"), network_timeout=40)
-    assert server.is_server_live()
-    assert server.is_model_ready(name)
-    described = server.get_model_metadata(name)
+    assert server.is_server_live(headers)
+    assert server.is_model_ready(name, headers=headers)
+    described = server.get_model_metadata(name, headers=headers)
     names = [tensor["name"] for tensor in described["inputs"]]
     kinds = [tensor["datatype"] for tensor in described["inputs"]]
     xs = [
@@ -54,7 +54,9 @@ def compare(url: str, name: str, file: Path) -> None:
         for tensor, x in zip(inputs, xs, strict=True):
             tensor.set_data_from_numpy(x.numpy(), binary_data=binary)
         wanted = client.InferRequestedOutput(output["name"], binary_data=binary)
-        answer = server.infer(name, inputs, outputs=[wanted]).as_numpy(output["name"])
+        sent = dict(headers or {})  # the client adds its own
+        answered = server.infer(name, inputs, outputs=[wanted], headers=sent)
+        answer = answered.as_numpy(output["name"])
         torch.testing.assert_close(torch.tensor(answer), y, atol=1e-5, rtol=1e-5)
     server.close()
 

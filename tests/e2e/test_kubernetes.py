@@ -1,12 +1,10 @@
-"""Rendered pods train: their containers as processes here."""
+"""Rendered pods train, and answer: their containers as processes here."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
-import sys
+import socket
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,9 @@ from dni_runtime.run.documents.reports import Report
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.worker.start import _number_of_start
 from tests.conftest import eventually
+from tests.e2e.asking import compare
 from tests.e2e.conftest import ENDS, PAIR, PAUSE, PAUSES, Site
-from tests.e2e.pods import JOB_UID, pods_of
+from tests.e2e.pods import JOB_UID, Pods, pods_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -46,35 +45,11 @@ def pods(site: Site, tmp_path: Path) -> dict[str, dict[str, Any]]:
     return pods_of(site.folder / "k8s", host, {"POD_IP": "127.0.0.1"})
 
 
-class Pods:
-    """Pods as processes; each has its files where its volumes are."""
-
-    def __init__(self, pods: dict[str, dict[str, Any]]) -> None:
-        self._pods = pods
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, name: str) -> None:
-        spec = self._pods[name]["spec"]
-        (worker,) = spec["containers"]
-        paths = {one["name"]: one["hostPath"]["path"] for one in spec["volumes"]}
-        words = worker["args"]
-        for mount in worker["volumeMounts"]:
-            if mount["name"] != "tmp":
-                path = paths[mount["name"]]
-                words = [re.sub(rf"^{mount['mountPath']}", path, word) for word in words]
-        environ = os.environ | {one["name"]: one["value"] for one in worker["env"]}
-        self.processes[name] = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dni_runtime.worker", *words], env=environ
-        )
-
-
 @pytest.fixture
 def played(pods: dict[str, dict[str, Any]]) -> Iterator[Pods]:
     it = Pods(pods)
     yield it
-    for process in it.processes.values():
-        process.kill()
-        process.wait()
+    it.end()
 
 
 def run_of(pods: dict[str, dict[str, Any]]) -> RunDir:
@@ -97,8 +72,7 @@ def test_a_pod_that_dies_is_replaced_alone(
         "a module's state is saved", lambda: run.snapshot(victim).exists() and step("top") > 5
     )
     before = step(victim)
-    played.processes[victim].send_signal(signal.SIGKILL)
-    assert played.processes[victim].wait(30) == -signal.SIGKILL
+    played.kill(victim)
     played.start(victim)  # as the Job does
     for name in ENDS:
         assert played.processes[name].wait(120) == 0
@@ -148,3 +122,70 @@ def test_a_volume_with_another_run_is_refused(
     played.start("top")
     assert played.processes["top"].wait(60) == 64
     assert "holds a run of another chain file" in capfd.readouterr().err
+
+
+class Service:
+    """The rendered pods of a trained chain, which answer."""
+
+    def __init__(self, site: Site, host: Path) -> None:
+        site.write(2, "links: {security: curve}", chain=PAIR)
+        site.run("up", "--backend", "process", "--name", "first")
+        site.run("export", "first", "-o", "model.safetensors")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        render = ["render", "kubernetes", "--serve", "first", "-o", "k8s", "--name", "answers"]
+        render += ["--image", "localhost/dni:1", "--port", str(self.port)]
+        site.run(*render, "--replicas", "bottom=2")
+        host.mkdir()
+        self.pods = Pods(pods_of(site.folder / "k8s", host))
+        self.model = site.folder / "model.safetensors"
+        token = self.pods.folders("front")["/dni/token"] / "token"
+        self.headers = {"Authorization": f"Bearer {token.read_text()}"}
+
+    def health(self, which: str) -> int:
+        """The status that the kubelet gets; 0: none."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v2/health/{which}") as got:
+                return int(got.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    def ask(self) -> None:
+        """Compare answers with the exported network."""
+        compare(f"http://127.0.0.1:{self.port}", "digits", self.model, headers=self.headers)
+
+
+@pytest.fixture
+def service(site: Site, tmp_path: Path) -> Iterator[Service]:
+    it = Service(site, tmp_path / "host")
+    yield it
+    it.pods.end()
+
+
+def test_pods_of_a_service_answer_and_come_back(service: Service) -> None:
+    pods = service.pods
+    pods.start("front")
+    eventually("the front runs", lambda: service.health("live") == 200, 60)
+    assert service.health("ready") == 503
+    for name in ("top", "bottom.1", "bottom.2"):
+        pods.start(name)
+    eventually("a batch has gone through all", lambda: service.health("ready") == 200, 60)
+    service.ask()
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"http://127.0.0.1:{service.port}/v2/models/digits")
+    for victim, stays in (("top", True), ("bottom.1", False), ("front", False)):
+        pods.kill(victim)
+        if not stays:  # another pod, perhaps on another node
+            pods.forget(victim)
+        pods.start(victim)
+        eventually(f"{victim} is back", lambda: service.health("live") == 200, 60)
+        eventually("it answers", lambda: service.health("ready") == 200, 60)
+        service.ask()
+    run = RunDir(pods.folders("top")["/dni/runs"] / "answers")
+    assert "encrypted" in next(run.log("top", 0).parent.glob("top.*.log")).read_text()
+    for name in ("front", "top"):
+        pods.processes[name].terminate()
+    assert pods.processes["front"].wait(60) == 0
+    assert pods.processes["top"].wait(20) == 75

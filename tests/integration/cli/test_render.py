@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,12 @@ import pytest
 import yaml
 import zmq
 
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.plan.create import create_run
+from dni_runtime.plan.prepare import prepare
 from dni_runtime.run.keys import KnownKeys
+from dni_runtime.run.record import Record
+from dni_runtime.worker.checkpoint import snapshot, write_part
 from tests.unit.cli.conftest import Dnictl, WriteChain
 from tests.unit.data.conftest import IdxFolder
 
@@ -87,6 +93,26 @@ def test_templates(template: str, dnictl: Dnictl, folder: Path) -> None:
         objects = every(read(folder / out))
         assert {one["kind"] for one in objects} >= {"ConfigMap", "NetworkPolicy", "Secret"}
         assert list(problems(objects)) == []
+    release_of(folder)
+    done = dnictl("render", "kubernetes", "--serve", "one", "-o", "serve", "--image", IMAGE)
+    assert done.code == 0, done.err
+    objects = every(read(folder / "serve"))
+    assert {one["kind"] for one in objects} == {
+        "ConfigMap", "Secret", "NetworkPolicy", "StatefulSet", "Deployment", "Service",
+    }  # fmt: skip
+    assert list(problems(objects)) == []
+
+
+def release_of(folder: Path) -> None:
+    """Make a run of the chain, with the weights that it begins with, and call it a release."""
+    data = folder / "images"
+    prepared = prepare(folder / "chain.yaml", data=data if data.is_dir() else None, tries=False)
+    run = create_run(folder / "runs" / "one", prepared, backend="process")
+    for worker in prepared.workers:
+        tensors, document = snapshot(ModuleStep(worker))
+        write_part(run, worker.module, (tensors, document | {"cut": 5}))
+    record = Record.read(run.root)
+    record.model_copy(update={"release": "one:1.2.0"}).write(run.record)
 
 
 @pytest.fixture
@@ -142,7 +168,8 @@ def test_what_pods_are_told(rendered: dict[str, Objects], folder: Path) -> None:
     assert outcomes == {68: "Ignore", 75: "Ignore"} | dict.fromkeys(
         (64, 65, 66, 69, 78, 79), "FailJob"
     )
-    items = pod(rendered)["volumes"][1]["configMap"]["items"]
+    volumes = {one["name"]: one for one in pod(rendered)["volumes"]}
+    items = volumes["given"]["configMap"]["items"]
     (given,) = rendered["run.yaml"]
     assert {one["key"] for one in items} == given["data"].keys()
     assert {"run.json", "chain.yaml", "specs/bottom.2.json"} <= {one["path"] for one in items}
@@ -219,6 +246,80 @@ def test_what_cannot_be_rendered(
     assert done.code in (64, 78)
     assert words in done.err
     assert not (folder / "k8s").exists()
+
+
+@pytest.fixture
+def service(dnictl: Dnictl, folder: Path) -> dict[str, Objects]:
+    """The service of a release of four modules, of which one has two replicas."""
+    assert dnictl("init", "--template", "mlp").code == 0
+    release_of(folder)
+    images = [f"--image={name}=x/{name}:1" for name in ("bottom", "lower", "upper", "top")]
+    render = ("render", "kubernetes", "--serve", "one", "-o", "k8s", "--name", "answers")
+    done = dnictl(*render, "--replicas", "lower=2", *images)
+    assert done.code == 0, done.err
+    return read(folder / "k8s")
+
+
+def test_what_a_service_has(service: dict[str, Objects]) -> None:
+    kinds = {(one["kind"], one["metadata"]["name"]): one for one in every(service)}
+    (given,) = service["run.yaml"]
+    texts = {key.partition("-")[2]: text for key, text in given["data"].items()}
+    assert not any("safetensors" in key for key in texts), "the images have the weights"
+    endpoint = json.loads(texts["endpoints_lower.2.json"])
+    (address,) = endpoint["further"].values()
+    assert re.fullmatch(r"tcp://answers-lower-1\.answers-lower:74\d\d", address)
+    lower = kinds["StatefulSet", "answers-lower"]["spec"]
+    assert (lower["replicas"], lower["serviceName"]) == (2, "answers-lower")
+    (container,) = lower["template"]["spec"]["containers"]
+    assert container["image"] == "x/lower:1"
+    assert "--module lower --by-rank --resume own" in " ".join(container["args"])
+    names = kinds["Service", "answers-lower"]["spec"]
+    assert (names["clusterIP"], names["publishNotReadyAddresses"]) == ("None", True)
+    front = kinds["Deployment", "answers-front"]["spec"]
+    assert (front["replicas"], front["strategy"]) == (1, {"type": "Recreate"})
+    (container,) = front["template"]["spec"]["containers"]
+    probes = {key: value["httpGet"] for key, value in container.items() if "Probe" in key}
+    assert probes == {
+        "startupProbe": {"path": "/v2/health/live", "port": 8000},
+        "livenessProbe": {"path": "/v2/health/live", "port": 8000},
+        "readinessProbe": {"path": "/v2/health/ready", "port": 8000},
+    }
+    asked = kinds["Service", "answers"]["spec"]
+    assert asked["ports"] == [{"port": 8000, "protocol": "TCP"}]
+    assert asked["selector"] == front["selector"]["matchLabels"]
+    settings = json.loads(texts["front.json"])
+    assert (settings["version"], settings["modules"]) == ("1.2.0", 5)
+    assert settings["http"]["token_file"] == "/dni/token/token"
+    assert len(kinds["Secret", "answers-token"]["stringData"]["token"]) == 64
+    keys = kinds["Secret", "answers-front-keys"]["stringData"]
+    assert set(keys) == {"front.key", "bottom.pub", "top.pub"}
+    policy = kinds["NetworkPolicy", "answers-front"]["spec"]
+    assert {"ports": [{"port": 8000, "protocol": "TCP"}]} in policy["ingress"]
+    assert {"ports": [{"port": 8000, "protocol": "TCP"}]} not in kinds[
+        "NetworkPolicy", "answers-top"
+    ]["spec"]["ingress"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--queue", "gpus"), "--queue is not for this"),
+        (("--replicas", "low=2"), "there is no module 'low'"),
+        (("--image", "low=x/y:1"), "has no module 'low'"),
+        (("--from", "77"), "77"),
+    ],
+)
+def test_what_cannot_be_served(
+    arguments: tuple[str, ...], words: str, dnictl: Dnictl, folder: Path
+) -> None:
+    assert dnictl("init", "--template", "mlp").code == 0
+    release_of(folder)
+    done = dnictl("render", "kubernetes", "--serve", "one", "-o", "k", "--image", IMAGE, *arguments)
+    assert done.code in (64, 66)
+    assert words in done.err
+    assert not (folder / "k").exists()
+    done = dnictl("render", "kubernetes", "-o", "k", "--image", IMAGE, "--replicas", "top=2")
+    assert (done.code, "--replicas is not for this" in done.err) == (64, True)
 
 
 def test_a_folder_with_files_is_left_alone(

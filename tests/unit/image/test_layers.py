@@ -48,7 +48,7 @@ def test_an_image_holds_what_a_worker_imports_and_no_more() -> None:
     assert "worker/collective.py" in files, "imported on use"
     found = {name.partition("/")[0].removesuffix(".py") for name in files}
     # Not the resolver: a better text of an error in a chain rebuilds no image.
-    assert found == {"__init__", "py.typed"} | WORKER
+    assert found == {"__init__", "py.typed", "serving"} | WORKER
 
 
 def test_what_is_imported_on_use_or_for_types(tmp_path: Path) -> None:

@@ -43,8 +43,9 @@ def test_download_is_for_the_image_not_the_host() -> None:
 
 def test_runtime_requirements_are_the_distributions_own() -> None:
     pyproject = Path(__file__).parents[3] / "pyproject.toml"
-    dependencies = tomllib.loads(pyproject.read_text())["project"]["dependencies"]
-    assert set(wheels.RUNTIME_REQUIREMENTS) <= set(dependencies)
+    project = tomllib.loads(pyproject.read_text())["project"]
+    assert set(wheels.RUNTIME_REQUIREMENTS) <= set(project["dependencies"])
+    assert set(wheels.FRONT_REQUIREMENTS) == set(project["optional-dependencies"]["serve"])
 
 
 def test_requirements() -> None:
