@@ -18,10 +18,13 @@ def finite(tensor: Tensor) -> bool:
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all values of several tensors on one device are finite; integers are."""
-    inexact = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-    floating = [real(tensor.detach()) for tensor in inexact]
-    dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in floating]
-    sums = [tensor.sum(dtype=_wide(tensor.dtype)) for tensor in dense]
+    sums = []
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            value = real(tensor.detach())
+            if value.is_sparse:
+                value = value.coalesce().values()
+            sums.append(value.sum(dtype=_wide(value.dtype)))
     return not sums or math.isfinite(sums[0] if len(sums) == 1 else torch.stack(sums).sum())
 
 

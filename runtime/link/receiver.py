@@ -136,7 +136,7 @@ class Receiver:
         if not order.accept(message.id):
             self.counters.duplicates += 1
             return None
-        order.gaps += Mark.MISSED in message.mark
+        order.gaps += message.kind is Kind.MARK and Mark.MISSED in message.mark
         self.counters.gaps = order.gaps
         return message
 

@@ -158,7 +158,7 @@ class Sender:
 
     def add(self, message: Message, samples: int | None = None, *, force: bool = False) -> None:
         """Put a BATCH (of so many samples) or MARK into the window; only ``force`` overfills it."""
-        missed = Mark.MISSED in message.mark
+        missed = message.kind is Kind.MARK and Mark.MISSED in message.mark
         self.window.add(message.id, encode(message), force=force, missed=missed)
         if self._state is State.DISMISSED:
             self.window.acknowledge(message.id)

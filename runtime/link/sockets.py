@@ -30,7 +30,8 @@ _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
 _UNACKNOWLEDGED_MS, _CONNECT_MS = 10_000, 5_000
 _HANDSHAKE_MS = 10_000
 _BACKLOG = 256  # a full queue costs a neighbour a second: the kernel lets it ask again
-_COPY_BYTES = 1 << 16  # below this a copy is cheaper than a shared frame
+# below this a copy is cheaper than a shared frame, which wakes a thread of pyzmq when it is sent
+_COPY_BYTES = 1 << 18
 # plain integers: operations on zmq's enumerations cost microseconds for each frame
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _READABLE, _WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)

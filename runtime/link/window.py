@@ -47,7 +47,7 @@ class SendWindow:
     @property
     def room(self) -> bool:
         """Whether another message may be added."""
-        return len(self) < self.size
+        return len(self._kept) - self._retained < self.size
 
     @property
     def first(self) -> int:

@@ -97,7 +97,7 @@ def encode(message: Message) -> list[Buffer]:
                 message.mode,
                 message.mark,
                 message.ack,
-                [(entry.name, entry.dtype, entry.shape) for entry in message.tensors],
+                message.tensors,
                 message.body,
             ]
         )
@@ -120,10 +120,10 @@ def decode(frames: Sequence[Buffer], limits: Limits) -> Message:
     if not frames:
         raise WireError("truncated", "a message without frames")
     fields = _unpack(frames[0], limits)
-    if type(fields[1]) is not int or fields[1] not in _KINDS:
-        raise WireError("kind", f"unknown kind {brief(fields[1])}")
-    kind, uses = _KINDS[fields[1]]
-    _, _, run, source, id, epoch, mode, mark, ack, table, body = fields
+    _, number, run, source, id, epoch, mode, mark, ack, table, body = fields
+    if type(number) is not int or number not in _KINDS:
+        raise WireError("kind", f"unknown kind {brief(number)}")
+    kind, uses = _KINDS[number]
     _check_name(run, "run")
     _check_name(source, "source")
     _check_natural(id, "id", ID_LIMIT)
@@ -249,6 +249,8 @@ def _table(table: object, frames: Sequence[Buffer], limits: Limits) -> tuple[Ten
         raise WireError(
             "truncated" if buffers < rows else "count", f"{rows} tensors but {buffers} buffers"
         )
+    if not rows:
+        return ()
     return tuple(
         [_entry(row, nbytes(frame), limits) for row, frame in zip(table, frames[1:], strict=True)]
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class Limits:
     header_bytes: int = HEADER_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorContract:
     """Type and sizes of one tensor of a link."""
 
@@ -54,12 +55,12 @@ class TensorContract:
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype}[{' x '.join(['B', *map(str, self.shape)])}]"
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of its rows in the tensor table."""
         return (self.name,) if self.scale is None else (self.name, scale_name(self.name))
 
-    @property
+    @cached_property
     def sample_bytes(self) -> int:
         """Bytes of one sample."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]

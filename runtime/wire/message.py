@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from dni_runtime.wire.kinds import Kind, Mark, Mode
 
@@ -14,6 +13,7 @@ Body: TypeAlias = "bool | int | float | str | list[Body] | dict[str, Body] | Non
 Buffer: TypeAlias = bytes | memoryview
 
 NO_MARK = Mark(0)
+NO_BODY: Mapping[str, Body] = {}
 
 
 def nbytes(buffer: Buffer) -> int:
@@ -21,8 +21,7 @@ def nbytes(buffer: Buffer) -> int:
     return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One row of a message's tensor table."""
 
     name: str  # h, y or g; h_scale or g_scale; x0, x1 … for inputs of the data
@@ -30,8 +29,7 @@ class TensorEntry:
     shape: tuple[int, ...]  # with the batch dimension
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """A message of any kind; docs/wire.md lists the fields that each kind uses."""
 
     kind: Kind
@@ -44,4 +42,4 @@ class Message:
     ack: int = 0  # everything up to this id has been processed
     tensors: tuple[TensorEntry, ...] = ()
     buffers: tuple[Buffer, ...] = ()  # in the table's order
-    body: Mapping[str, Body] = field(default_factory=dict)  # the kind's own fields
+    body: Mapping[str, Body] = NO_BODY  # the kind's own fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -44,14 +44,14 @@ def batch(id: int, **fields: Any) -> Message:
     message = Message(
         Kind.BATCH, "run", "stem", id=id, tensors=(H, Y), buffers=(bytes(32), bytes(16))
     )
-    return replace(message, **fields)
+    return message._replace(**fields)
 
 
 def gradient(id: int, **fields: Any) -> Message:
     message = Message(
         Kind.GRADIENT, "run", "tail", id=id, ack=id, tensors=(G,), buffers=(bytes(32),)
     )
-    return replace(message, **fields)
+    return message._replace(**fields)
 
 
 @dataclass
@@ -505,11 +505,11 @@ def test_batches_to_predict_have_links_of_their_own(pair: Pair, make_spec: MakeS
     receiver = without_labels(make_spec, predicts=True)
     assert receiver.contract.agreement["label"] == "none: it predicts"
     receiver.peer = PEER
-    asked = replace(unlabelled(1, {}), mode=Mode.PREDICT)
+    asked = unlabelled(1, {})._replace(mode=Mode.PREDICT)
     assert receiver.handle(PEER, encode(asked)) is not None
     for message, reason in (
         (unlabelled(2, {}), "mode"),
-        (replace(asked, id=2, body={"rows": ROWS}), "body"),
+        (asked._replace(id=2, body={"rows": ROWS}), "body"),
     ):
         with pytest.raises(WireError) as caught:
             receiver.handle(PEER, encode(message))
@@ -539,7 +539,7 @@ def test_drained_is_given_out_once(pair: Pair) -> None:
     drained = Message(Kind.DRAINED, "run", "tail", id=3)
     assert pair.up(drained) == drained
     assert pair.up(drained) is None
-    assert pair.up(replace(drained, id=4)) is not None
+    assert pair.up(drained._replace(id=4)) is not None
 
 
 def test_what_is_drained_stays_drained(make_spec: MakeSpec) -> None:
@@ -640,7 +640,7 @@ def test_broken_scales_are_refused_and_change_nothing(make_spec: MakeSpec) -> No
     )
     pair.probe()
     h, scale = TensorEntry("h", "int8", (2, 4)), TensorEntry("h_scale", "float32", ())
-    g, g_scale = replace(h, name="g"), replace(scale, name="g_scale")
+    g, g_scale = h._replace(name="g"), scale._replace(name="g_scale")
     good, bad = bytes(4), struct.pack("<f", -1.0)
 
     def down(data: bytes) -> Message:

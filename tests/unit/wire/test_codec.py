@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -139,14 +138,14 @@ def test_every_kind_comes_back(message: Message) -> None:
 
 def test_buffers_are_not_copied() -> None:
     buffer = memoryview(bytearray(24))
-    frames = encode(replace(BATCH, buffers=(buffer, bytes(16))))
+    frames = encode(BATCH._replace(buffers=(buffer, bytes(16))))
     assert frames[1] is buffer
     assert decode(frames, LIMITS).buffers[0] is buffer
 
 
 def test_memoryviews_of_any_item_size_are_measured_in_bytes() -> None:
     buffer = memoryview(bytearray(24)).cast("f")
-    assert decode(encode(replace(BATCH, buffers=(buffer, bytes(16)))), LIMITS).id == 7
+    assert decode(encode(BATCH._replace(buffers=(buffer, bytes(16)))), LIMITS).id == 7
 
 
 natural = st.integers(0, (1 << 63) - 1)
@@ -364,7 +363,7 @@ def test_a_refusal_quotes_only_a_little_of_what_came() -> None:
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        (replace(BATCH, buffers=(bytes(24),)), "count"),
+        (BATCH._replace(buffers=(bytes(24),)), "count"),
         (Message(Kind.REQUEST, "r", "a", body={"a": "x" * 70_000}), "oversized"),
         (Message(Kind.REQUEST, "r", "a", body={"a": object()}), "header"),  # type: ignore[dict-item]
         (Message(Kind.ACK, "r", "a", ack=1 << 64), "header"),
