@@ -315,7 +315,8 @@ def choose_cut(
     if not cuts:
         raise CheckpointError(
             f"run {run.root.name!r} has no complete checkpoint yet",
-            hint="the end of an epoch writes one (wait: 'dnictl wait'), and 'dnictl stop' does",
+            hint="the end of an epoch writes one (wait: 'dnictl wait'), and so does 'dnictl stop'; "
+            "a run that has ended before that goes on by 'dnictl resume'",
         )
     best = best_cut(run)
     named = {"newest": newest, "best": best, None: newest if best is None else best}
