@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +197,7 @@ def mutated(message: Message, choice: random.Random) -> Frames:
         field = choice.choice(["id", "ack", "epoch"])
         number = choice.choice([0, 1, -1, ID_LIMIT, ID_LIMIT + 1, 1 << 64, choice.getrandbits(62)])
         try:
-            frames = [bytes(one) for one in encode(replace(message, **{field: number}))]
+            frames = [bytes(one) for one in encode(message._replace(**{field: number}))]
         except (WireError, OverflowError):
             frames = [bytes(one) for one in encode(message)]
     else:
