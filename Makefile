@@ -25,6 +25,7 @@ e2e: ## Run the tests with real workers, containers and Slurm
 	@$(MAKE) --no-print-directory test TESTS=tests/e2e
 
 nightly: ## Run what CI has no time for: the whole demo, experiments, hundreds of seeds, and mends that are taken out
+	@[ "$$(id -u)" -ne 0 ] || { command -v podman && command -v runc; } >/dev/null || apt-get -q -y --no-install-recommends install podman runc catatonit >/dev/null
 	@$(MAKE) --no-print-directory demo
 	@$(MAKE) --no-print-directory test TESTS='$(BESIDE) tests/nightly'
 

@@ -93,14 +93,18 @@ def release(
 @click.argument("name", metavar="NAME:VERSION")
 @click.argument("address", metavar="oci://HOST/NAME[:VERSION]")
 @click.option("--sif", is_flag=True, help="Send its images instead, for 'apptainer pull oras://'.")
+@click.option("--oci", is_flag=True, help="Send its images instead, as plain OCI images.")
 @_http_option
 @json_option
-def push(name: str, address: str, sif: bool, plain_http: bool, as_json: bool) -> None:
+def push(name: str, address: str, sif: bool, oci: bool, plain_http: bool, as_json: bool) -> None:
     """Send a release to a registry. What is there already is not sent again.
 
+    --oci prints the images as options of 'dnictl render kubernetes'.
+
     \b
-    Example:
+    Examples:
       dnictl push digits:1.2.0 oci://registry.example/models/digits
+      dnictl push digits:1.2.0 oci://registry.example/models/digits --oci
     """
     from dni_runtime.release import move
     from dni_runtime.release.names import Address
@@ -108,12 +112,19 @@ def push(name: str, address: str, sif: bool, plain_http: bool, as_json: bool) ->
     from dni_runtime.release.store import Store
 
     target, moved = Address.parse(address), _Moved("sent")
-    if sif:
+    if sif and oci:
+        raise UsageError("--sif and --oci exclude each other")
+    if sif or oci:
         from dni_runtime.image.apptainer import usable_apptainer
 
-        images = move.push_images(usable_apptainer(), Store(), name, target, plain_http, moved)
-        for image in images:
-            click.echo(image)
+        send = move.push_files if sif else move.push_oci
+        sent = send(usable_apptainer(), Store(), name, target, plain_http, moved)
+        if as_json:
+            print_json({module: str(there) for module, there in sent.items()})
+            return
+        for module, there in sent.items():
+            plain = str(there).removeprefix("oci://")
+            click.echo(f"oras://{plain}" if sif else f"--image={module}={plain}")
         return
     there = move.push(Store(), name, target, Repository(target, plain_http=plain_http), moved)
     if as_json:

@@ -12,6 +12,7 @@ from dni_runtime.plan.host import check_host
 from dni_runtime.plan.plan import LaunchPlan
 from dni_runtime.plan.prepare import CheckedChain, location_in
 from dni_runtime.plan.settings import Site, StartRequest, StartSettings
+from dni_runtime.release.store import Store
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.schedulers.schedulers import SCHEDULERS
@@ -43,6 +44,13 @@ class PlannedRun:
         )
         if settings.job is not None:
             settings.job.write(run.job)
+        trained, images = self.prepared.trained, self.site.images.values()
+        used = {image.parent.parent for image in images}
+        used |= set() if trained is None else {trained.record.run.root}
+        for folder in used:
+            store = Store.of(folder)
+            if store is not None:
+                store.note_user(folder, run.root)
         return run
 
     def launch(self) -> Launch:

@@ -186,6 +186,12 @@ class Layout:
                 f"{path} is damaged: its SHA-256 is another", hint="remove it, and pull it again"
             )
 
+    def checked(self, blob: Descriptor) -> Path:
+        """Return the file of a blob whose digest is right; raises ``ImageError``."""
+        for _ in self.chunks(blob):
+            pass
+        return self.path(blob.digest)
+
     def names(self) -> dict[str, Descriptor]:
         """Return what has a name here, by name."""
         try:

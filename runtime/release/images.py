@@ -9,15 +9,14 @@ from pathlib import Path
 from dni_runtime.errors import ImageError
 from dni_runtime.image import layers, sif
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.image.layers import ROOT
 from dni_runtime.image.lock import LOCK_NAME, ImageLock, write_lock
 from dni_runtime.image.oci import Manifest
 from dni_runtime.image.wheels import host_machine, sha256_file
 from dni_runtime.release.kinds import BASE, LAYER, MODULE, RECORD, TITLE, WEIGHTS
 from dni_runtime.release.store import IMAGES, Store
+from dni_runtime.worker.start import IMAGE_SERVING
 
-SERVING = f"{ROOT}/serving"
-"""In the image: ``module.json``, as which it answers, and ``weights.safetensors``."""
+_SERVING = IMAGE_SERVING.relative_to("/")
 
 
 def assembled(tool: Apptainer, store: Store, text: str) -> Path:
@@ -63,14 +62,14 @@ def _image(tool: Apptainer, store: Store, manifest: Manifest, target: Path) -> P
     with store.scratch() as scratch:
         image, weights = scratch / target.name, scratch / "weights.sqfs"
         files = {
-            f"{SERVING}/module.json": json.dumps(config["serving"], sort_keys=True).encode(),
-            f"{SERVING}/weights.safetensors": layout.path(blobs[WEIGHTS].digest).read_bytes(),
+            f"{_SERVING}/module.json": json.dumps(config["serving"], sort_keys=True).encode(),
+            f"{_SERVING}/weights.safetensors": layout.checked(blobs[WEIGHTS]).read_bytes(),
         }
         layers.write_layer(files, scratch / "layer")
         layers.pack_layer(scratch / "layer", weights)
         sif.new_image(tool, image)
-        sif.append_layer(tool, image, layout.path(blobs[BASE].digest), machine=machine, system=True)
-        for layer in (layout.path(blobs[LAYER].digest), weights):
+        sif.append_layer(tool, image, layout.checked(blobs[BASE]), machine=machine, system=True)
+        for layer in (layout.checked(blobs[LAYER]), weights):
             sif.append_layer(tool, image, layer, machine=machine)
         if config["metadata"] is not None:
             document = scratch / sif.METADATA

@@ -67,6 +67,7 @@ def release_run(
     name, version = parse_local(text)
     lock = _checked(record, images)
     report = report_of(record, cut, lock, name=name, version=version, licence=licence)
+    store.check_report(text, report)  # before the work
     with store.scratch() as scratch:
         _stage(record, cut, scratch / "run", text)
         staged = Record.read(scratch / "run")

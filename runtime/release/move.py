@@ -8,13 +8,16 @@ from pathlib import Path
 from dni_runtime.errors import ImageError, UsageError
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.lock import read_lock
-from dni_runtime.image.oci import INDEX, MANIFEST, Descriptor, Index, Manifest
+from dni_runtime.image.oci import INDEX, MANIFEST, Descriptor, Index, Layout, Manifest
+from dni_runtime.image.tarform import write_oci
+from dni_runtime.image.wheels import host_machine
 from dni_runtime.release.images import assembled
 from dni_runtime.release.kinds import TITLE
 from dni_runtime.release.names import Address, parse_local
 from dni_runtime.release.registry import Progress, Repository
 from dni_runtime.release.signature import signature_name, verify_release
 from dni_runtime.release.store import Store
+from dni_runtime.run.record import Record
 
 _SIF = "application/vnd.sylabs.sif.layer.v1.sif"  # what `apptainer push` writes
 _SIF_CONFIG = "application/vnd.sylabs.sif.config.v1+json"
@@ -40,12 +43,7 @@ def push(
     if address.digest is not None:
         raise UsageError("a push has no digest", hint=f"oci://HOST/NAME:{version}")
     tag = address.tag or version
-    there = repository.fetch_document(store.layout, tag)
-    if there is not None and there.digest != index.digest:
-        raise UsageError(
-            f"{address.host} has another {address.repository}:{tag} ({there.digest[:19]}…)",
-            hint="a release does not change: push it as another version",
-        )
+    _check_tag(store.layout, repository, tag, index)
     layout = store.layout
     signature = layout.names().get(signature_name(index))
     if signature is not None:
@@ -62,27 +60,63 @@ def push(
     return replace(address, tag=tag, digest=index.digest)
 
 
-def push_images(
+def _check_tag(layout: Layout, repository: Repository, tag: str, ours: Descriptor) -> None:
+    """Refuse to replace what a registry has under the same name."""
+    there, address = repository.fetch_document(layout, tag), repository.address
+    if there is not None and there.digest != ours.digest:
+        raise UsageError(
+            f"{address.host} has another {address.repository}:{tag} ({there.digest[:19]}…)",
+            hint="a release does not change: push it as another version",
+        )
+
+
+def push_files(
     tool: Apptainer, store: Store, text: str, address: Address, plain_http: bool, progress: Progress
-) -> list[str]:
+) -> dict[str, Address]:
     """Send each module's image as one file, as ``apptainer push`` does; return their addresses."""
-    sent, layout, tag = [], store.layout, address.tag or parse_local(text)[1]
-    images = assembled(tool, store, text)
+    layout, images, sent = store.layout, assembled(tool, store, text), {}
     lock = read_lock(images)
     assert lock is not None
     for module, entry in lock.modules.items():
-        target = replace(address, repository=f"{address.repository}/{module}")
-        repository = Repository(target, plain_http=plain_http)
         blob = Descriptor(
             media_type=_SIF, digest=f"sha256:{entry.sha256}", size=entry.size_bytes,
             annotations={TITLE: entry.image},
         )  # fmt: skip
         config = layout.add(b"{}", _SIF_CONFIG)
         manifest = layout.add(Manifest(config=config, layers=(blob,)).encode(), MANIFEST)
+        tag = address.tag or parse_local(text)[1]
+        target = replace(address, repository=f"{address.repository}/{module}", tag=tag)
+        repository = Repository(target, plain_http=plain_http)
+        _check_tag(layout, repository, tag, manifest)
         repository.send(layout, blob, progress, file=images / entry.image)
         repository.send(layout, config)
         repository.send_document(layout, manifest, tag)
-        sent.append(str(replace(target, tag=tag)).replace("oci://", "oras://"))
+        sent[module] = target
+    return sent
+
+
+def push_oci(
+    tool: Apptainer, store: Store, text: str, address: Address, plain_http: bool, progress: Progress
+) -> dict[str, Address]:
+    """Send the modules' images as plain OCI images; return their addresses, with digests.
+
+    All are in one repository, to which the base is sent once.
+    """
+    images, sent = assembled(tool, store, text), {}
+    modules = {path.stem: path for path in sorted(images.glob("*.sif"))}
+    chain, _ = Record.read(store.folder(text)).specs()
+    target = replace(address, repository=f"{address.repository}/images", tag=None)
+    repository = Repository(target, plain_http=plain_http)
+    with store.scratch() as scratch:
+        layout, environment = Layout(scratch), chain.image_to_build.environment
+        made = write_oci(tool, modules, layout, environment, host_machine())
+        for module, manifest in made.items():
+            tag = f"{address.tag or parse_local(text)[1]}-{module}"
+            _check_tag(layout, repository, tag, manifest)
+            for blob in layout.blobs(manifest):
+                repository.send(layout, blob, progress)
+            repository.send_document(layout, manifest, tag)
+            sent[module] = replace(target, digest=manifest.digest)
     return sent
 
 
@@ -101,6 +135,7 @@ def pull(
         raise UsageError(f"{address} names no version", hint=f"see 'dnictl models {address}'")
     layout = store.layout
     index = fetch_index(store, address, repository)
+    store.check_new(index)  # before all that takes time
     if trust.tool is not None and address.digest is None:
         tag = signature_name(index)
         signature = repository.fetch_document(layout, tag)

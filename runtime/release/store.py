@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from dni_runtime.errors import ImageError, UsageError
+from dni_runtime.files import write_atomic
 from dni_runtime.image.oci import Descriptor, Layout, Manifest
 from dni_runtime.image.scratch import scratch_folder
 from dni_runtime.image.sif import copy_image
@@ -19,7 +20,8 @@ from dni_runtime.release.report import Report
 from dni_runtime.run.cuts import cut_folders, tensors_file, verify
 from dni_runtime.run.record import Record
 from dni_runtime.run.releases import store_folder
-from dni_runtime.run.rundir import RunDir
+from dni_runtime.run.rundir import RunDir, hash_name
+from dni_runtime.schedulers.schedulers import read_state
 
 MOST_RUN_BYTES = 256 << 20
 """Maximum size of a release's run without its weights: sources and figures."""
@@ -80,16 +82,33 @@ class Store:
         _, manifests = self.layout.manifests(index)
         return Report.model_validate_json(self.layout.read(_layer(_record(manifests), REPORT)))
 
-    def check_new(self, text: str, digest: str) -> bool:
-        """Refuse another release of the same name; return whether this one is not yet there."""
+    def check_new(self, index: Descriptor) -> tuple[str, bool]:
+        """Return the name that a release has, and whether it is not yet there.
+
+        Raises:
+            UsageError: Another one has that name.
+        """
+        notes = self.layout.manifests(index)[0].annotations or {}
+        text = f"{notes.get(TITLE)}:{notes.get(VERSION)}"
+        parse_local(text)
         there = self.releases().get(text)
-        if there is not None and there.digest != digest:
-            raise UsageError(
-                f"there is another release {text} already ({there.digest[:19]}…)",
-                hint="a release does not change: use another --version, or remove the old one "
-                f"with 'dnictl models --remove {text}'",
-            )
-        return there is None
+        if there is not None and there.digest != index.digest:
+            raise self.taken(text, there)
+        return text, there is None
+
+    def check_report(self, text: str, report: Report) -> None:
+        """Refuse to make another release of the same name, by what it would say of itself."""
+        there = self.releases().get(text)
+        if there is not None and self.report(there) != report:
+            raise self.taken(text, there)
+
+    def taken(self, text: str, there: Descriptor) -> UsageError:
+        """The error of another release of the same name."""
+        return UsageError(
+            f"there is another release {text} already ({there.digest[:19]}…)",
+            hint="a release does not change: use another --version, or remove the old one "
+            f"with 'dnictl models --remove {text}'",
+        )
 
     def add(self, index: Descriptor) -> str:
         """Check all of a release, unpack it, and give it the name that it says; return that.
@@ -98,14 +117,11 @@ class Store:
             UsageError: Another one has that name.
             ImageError: It is damaged, or no release.
         """
-        document, manifests = self.layout.manifests(index)
-        notes = document.annotations or {}
-        text = f"{notes.get(TITLE)}:{notes.get(VERSION)}"
+        _, manifests = self.layout.manifests(index)
+        text, new = self.check_new(index)
         name, _ = parse_local(text)
-        new = self.check_new(text, index.digest)
         for blob in self.layout.blobs(index):
-            for _ in self.layout.chunks(blob):
-                pass  # that reads it whole, and compares its digest
+            self.layout.checked(blob)
         report = self.report(index)
         if f"{report.name}:{report.version}" != text:
             raise ImageError(f"the report of {text} is of {report.name}:{report.version}")
@@ -121,9 +137,30 @@ class Store:
         self.layout.name({text: index.model_copy(update={"annotations": None})})
         return text
 
+    def note_user(self, folder: Path, run: Path) -> None:
+        """Note that a run uses a release, whose run directory is ``folder``."""
+        users = self._users(self.name_of(folder))
+        users.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomic(users / hash_name(str(run)), str(run))
+
+    def _users(self, text: str) -> Path:
+        return self.root / ".users" / text
+
     def remove(self, text: str) -> int:
-        """Forget a release; return the bytes that nothing else needed."""
-        index = self.find(text)
+        """Forget a release; return the bytes that nothing else needed.
+
+        Raises:
+            UsageError: A run or a service that is active here uses it.
+        """
+        index, users = self.find(text), self._users(text)
+        for note in users.iterdir() if users.is_dir() else ():
+            run = RunDir(Path(note.read_text()))
+            if read_state(run).active:
+                raise UsageError(
+                    f"{text} is in use by {str(run.root)!r}",
+                    hint="stop it: dnictl stop, or dnictl serve --stop",
+                )
+        shutil.rmtree(users, ignore_errors=True)
         shutil.rmtree(self.folder(text), ignore_errors=True)
         signature = f"{index.digest.replace(':', '-')}.sig"
         self.layout.name({text: None, signature: None})

@@ -23,7 +23,7 @@ import dni_runtime
 from dni_runtime.errors import DniError, ImageError, UnavailableError, UsageError
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.oci import MANIFEST, Descriptor
-from dni_runtime.release import move, registry
+from dni_runtime.release import make, move, registry
 from dni_runtime.release.kinds import BASE, REPORT, WEIGHTS
 from dni_runtime.release.make import release_run
 from dni_runtime.release.names import Address
@@ -196,6 +196,9 @@ def test_another_user_pulls_a_release_and_serves_it_in_containers(
             rows.set_data_from_numpy(x, binary_data=binary)
             answer = client.infer("answers", [rows]).as_numpy("output")
             np.testing.assert_allclose(answer, expected, atol=1e-5)
+        refused = user.run("models", "--remove", "digits:1.0", expect=64)
+        assert "digits:1.0 is in use by" in refused.stderr
+        assert "answers/1" in refused.stderr
     finally:
         user.run(*served, "--stop")
 
@@ -271,7 +274,9 @@ def test_versions_share_layers(trained: Site, hub: Registry, tool: Apptainer) ->
     trained.run("predict", "digits:3.8")
 
 
-def test_a_release_does_not_change(trained: Site, hub: Registry) -> None:
+def test_a_release_does_not_change(
+    trained: Site, hub: Registry, tool: Apptainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained.release("1.0")
     trained.run("push", "digits:1.0", f"oci://{hub.host}/models/digits")
     first, *_ = sorted((trained.folder / "runs/trained/checkpoints").iterdir())
@@ -282,6 +287,33 @@ def test_a_release_does_not_change(trained: Site, hub: Registry) -> None:
     user.run(*other)
     failed = user.run("push", "digits:1.0", f"oci://{hub.host}/models/digits", expect=64)
     assert f"{hub.host} has another models/digits:1.0" in failed.stderr
+    # That is known before anything is made, or fetched.
+    with monkeypatch.context() as patched:
+        patched.setattr(make, "_stage", None)
+        record, images = Record.read(trained.folder / "runs/trained"), trained.folder / "images"
+        cut, name = int(first.name), "digits:1.0"
+        with pytest.raises(UsageError, match=r"another release digits:1\.0"):
+            release_run(trained.store, record, cut, name, tool=tool, images=images)
+        patched.setattr(Repository, "fetch", None)
+        repository = Repository(hub.address())
+        with pytest.raises(UsageError, match=r"another release digits:1\.0"):
+            move.pull(user.store, hub.address(), repository, move.Trust(), silent)
+
+
+def test_a_damaged_base_is_put_into_no_image(trained: Site) -> None:
+    index = trained.release("8.0", "--unsigned")
+    layout = trained.store.layout
+    base = next(blob for blob in layout.blobs(index) if blob.media_type == BASE)
+    copied = layout.path(base.digest).with_name(".copy")
+    layout.path(base.digest).rename(copied)
+    try:
+        layout.path(base.digest).write_bytes(b"-" + copied.read_bytes()[1:])
+        push = ["push", "digits:8.0", "oci://127.0.0.1:9/a", "--sif"]
+        failed = trained.run(*push, expect=65)
+        assert "is damaged: its SHA-256 is another" in failed.stderr
+    finally:
+        layout.path(base.digest).unlink()
+        copied.rename(layout.path(base.digest))
 
 
 @pytest.fixture
@@ -454,6 +486,15 @@ def test_it_goes_to_those_who_have_other_tools(trained: Site, hub: Registry) -> 
     pulled = run(["apptainer", "pull", "--no-https", "--disable-cache", file, images[-1]])
     assert pulled.returncode == 0, pulled.stderr
     assert file.read_bytes() == (trained.store.folder("digits:1.0") / "images/top.sif").read_bytes()
+
+    plain = trained.run("push", "digits:1.0", address, "--oci", "--plain-http").stdout.split()
+    names = [option.removeprefix("--image=").partition("=") for option in plain]
+    assert [module for module, *_ in names] == MODULES
+    skopeo = [need("skopeo"), "--insecure-policy", "copy", "--src-tls-verify=false"]
+    copied = trained.folder / "copied"
+    assert run([*skopeo, f"docker://{names[-1][2]}", f"dir:{copied}"]).returncode == 0
+    config = json.loads((copied / "manifest.json").read_text())["config"]["digest"].split(":")[1]
+    assert len(json.loads((copied / config).read_text())["rootfs"]["diff_ids"]) == 3
 
     folder = trained.folder / "hub"
     trained.run("export", "digits:1.0", "--folder", "-o", folder)
