@@ -31,7 +31,8 @@ def by_rank(start: WorkerStart, environ: Mapping[str, str]) -> WorkerStart:
     follows from the run: in containers all run directories have the same path.
 
     A pod of a Job that is replaced alone goes on from its own newest state, as one that a
-    supervisor restarts. That it is not a start of the whole chain follows from its last report.
+    supervisor restarts. That it is not a start of the whole chain follows from its last report: the
+    Job is the same, and the chain did not stop as a whole.
     """
     run = RunDir(Path(start.run))
     if start.given is not None:
@@ -54,7 +55,9 @@ def by_rank(start: WorkerStart, environ: Mapping[str, str]) -> WorkerStart:
     attempt, first, resume = next_attempt(report, start.resume), None, start.resume
     if start.start is not None and JOB_INDEX in environ:
         first, before = attempt, report.chain_start
-        if before is not None and before.number == start.start and before.cut is not None:
+        stopped = report.state == "stopped" and report.error is None  # with all others
+        began = before is not None and before.number == start.start and not stopped
+        if before is not None and began and before.cut is not None:
             first, resume = before.first, str(before.cut)
     name = hash_name(f"{os.getuid()}:{record.host}:{record.name}:{record.created}")
     return replace(

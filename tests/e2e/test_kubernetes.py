@@ -89,24 +89,31 @@ def test_a_pod_that_dies_is_replaced_alone(
     assert complete_cuts(run, ENDS)
 
 
-def test_a_new_job_is_a_new_start(pods: dict[str, dict[str, Any]], played: Pods) -> None:
-    """As after ``kubectl delete`` and ``apply``: all start at the newest common checkpoint."""
+@pytest.mark.parametrize("job", ["the same", "another"])
+def test_a_chain_that_was_stopped_goes_on(
+    job: str, pods: dict[str, dict[str, Any]], played: Pods
+) -> None:
+    """After a node was drained, or ``kubectl delete`` and ``apply``: with what all have saved."""
     run = run_of(pods)
     for name in ENDS:
         played.start(name)
-    eventually("an epoch", lambda: complete_cuts(run, ENDS), 30)
-    played.processes["bottom"].terminate()  # the whole chain stops, as if its nodes were drained
+    eventually("an epoch", lambda: complete_cuts(run, ENDS), 120)
+    played.processes["bottom"].terminate()  # the whole chain stops
     for name in ENDS:
         assert played.processes[name].wait(60) == 75
     (cut, *_) = sorted(complete_cuts(run, ENDS), reverse=True)
-    for pod in pods.values():
-        (worker,) = pod["spec"]["containers"]
-        worker["args"][-1] = JOB_UID.replace("7", "8")
+    steps = {name: Report.read(run.worker(name)).step or 0 for name in ENDS}
+    if job == "another":
+        for pod in pods.values():
+            (worker,) = pod["spec"]["containers"]
+            worker["args"][-1] = JOB_UID.replace("7", "8")
     for name in ENDS:
         played.start(name)
     for name in ENDS:
         assert played.processes[name].wait(120) == 0
         report = Report.read(run.worker(name))
+        assert (report.state, report.attempt) == ("finished", 2)
+        assert (report.step or 0) > steps[name] > 0
         assert report.chain_start is not None
         assert (report.chain_start.first, report.chain_start.cut) == (2, cut)
 
