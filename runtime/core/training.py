@@ -104,6 +104,8 @@ def build_optimizer(
     """
     cls = find_class(choice.name, "optimizer", OPTIMIZERS, optim.Optimizer, location)
     args = dict(choice.args)
+    if isinstance(betas := args.get("betas"), list) and {*map(type, betas)} == {int, float}:
+        args["betas"] = [float(beta) for beta in betas]  # torch takes no 0 beside a 0.999
     params: list[Any] = list(parameters)
     every: list[nn.Parameter] = [
         p for entry in params for p in (entry["params"] if isinstance(entry, dict) else [entry])

@@ -99,6 +99,10 @@ def test_a_closure_is_refused(where: str) -> None:
     assert error.hint is not None
 
 
+def test_a_whole_number_beside_a_fraction() -> None:
+    train(chain(top="{Adam: {betas: [0, 0.999]}}"))
+
+
 def test_muon_updates_matrices_only() -> None:
     train(chain(words="Muon", matrix="{Muon: {lr: 0.02}}"))
     refused(chain(top="Muon"), INFO, r"of module 'top' it refuses 0\.bias \(3\)")
