@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,16 @@ MakeSpec = Callable[..., WorkerSpec]
 _NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: see 'make gpu'")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _NO_GPU])]
 """Where a test runs: ``@pytest.mark.parametrize("device", DEVICES)``."""
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget what a test has imported from a folder of its own: others have files of that name."""
+    before, base = {*sys.modules}, str(tmp_path_factory.getbasetemp())
+    yield
+    for name in {*sys.modules} - before:
+        if str(vars(sys.modules[name]).get("__file__")).startswith(base):
+            del sys.modules[name]
 
 
 def needs_slurm(nodeid: str) -> bool:

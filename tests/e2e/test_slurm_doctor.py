@@ -74,7 +74,7 @@ def test_the_links_of_a_chain(slurm: str, tmp_path: Path) -> None:
 def test_nodes_that_cannot_be_joined_are_named(slurm: str, tmp_path: Path) -> None:
     """Everybody has loopback, and nobody reaches another host's."""
     done = inside(tmp_path, 2, "--interface", "lo", expect=69)
-    assert "n1 → n2, interface lo, tcp://127.0.0.1:" in done.stderr
+    assert "n1 → n2, network interface lo, tcp://127.0.0.1:" in done.stderr
     assert "within 10 s" in done.stderr
     assert "Traceback" not in done.stderr
     row = done.stdout.splitlines()[1].split()
@@ -84,5 +84,5 @@ def test_nodes_that_cannot_be_joined_are_named(slurm: str, tmp_path: Path) -> No
 
 def test_an_interface_that_no_node_has(slurm: str, tmp_path: Path) -> None:
     done = inside(tmp_path, 2, "--interface", "10.99.0.0/24", expect=69)
-    assert "n1 → n2, interface 10.99.0.0/24: " in done.stderr
+    assert "n1 → n2, network interface 10.99.0.0/24: " in done.stderr
     assert "no address in the network '10.99.0.0/24'" in done.stderr

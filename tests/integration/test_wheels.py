@@ -15,7 +15,10 @@ from dni_runtime.spec import ImageSpec
 
 pytestmark = pytest.mark.timeout(120)
 
-RUNTIME = ("numpy", "pyzmq", "msgpack", "pydantic", "PyYAML", "safetensors", "pip")
+RUNTIME = (
+    "numpy", "pyzmq", "msgpack", "pydantic", "PyYAML", "safetensors", "pip",
+    "uvicorn", "httptools", "uvloop", "orjson",
+)  # fmt: skip
 VERSION = "99.0"
 
 
