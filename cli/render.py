@@ -131,13 +131,14 @@ def kubernetes(
         )  # fmt: skip
     else:
         from dni_runtime.schedulers.kubernetes.service import Service, served_files
+        from dni_runtime.serving.settings import Settings
 
         assert prepared.front is not None
-        token = options["token_file"]
+        token = Settings(token_file=options["token_file"]).token()
         objects = Service(
             name=name, chain=prepared.chain, workers=(prepared.front, *prepared.replicas),
             plan=planned.plan, files=served_files(name, prepared, front, files), cluster=cluster,
-            front=front, token=None if token is None else token.read_text().strip(),
+            front=front, token=None if token is None else token.decode(),
         )  # fmt: skip
     written = {file: some for file, some in objects.manifests().items() if some}
     _write(out, written)

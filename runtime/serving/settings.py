@@ -57,9 +57,10 @@ class Settings(Frozen):
                 f"the token file {path!r} is open to others (mode {stat.S_IMODE(mode):04o})",
                 hint=f"chmod 600 {path}, and write another token: others may have read this one",
             )
-        if not token:
+        if not (token and token.isascii()):
+            what = "has other characters than ASCII" if token else "is empty"
             raise UsageError(
-                f"the token file {path!r} is empty", hint=f"openssl rand -hex 32 > {path}"
+                f"the token file {path!r} {what}", hint=f"openssl rand -hex 32 > {path}"
             )
         return token
 

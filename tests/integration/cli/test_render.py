@@ -307,12 +307,15 @@ def test_what_a_service_has(service: dict[str, Objects]) -> None:
         (("--replicas", "low=2"), "there is no module 'low'"),
         (("--image", "low=x/y:1"), "has no module 'low'"),
         (("--from", "77"), "77"),
+        (("--token-file", "token"), "is open to others (mode 0644)"),
     ],
 )
 def test_what_cannot_be_served(
     arguments: tuple[str, ...], words: str, dnictl: Dnictl, folder: Path
 ) -> None:
     assert dnictl("init", "--template", "mlp").code == 0
+    (folder / "token").write_text("secret")
+    (folder / "token").chmod(0o644)
     release_of(folder)
     done = dnictl("render", "kubernetes", "--serve", "one", "-o", "k", "--image", IMAGE, *arguments)
     assert done.code in (64, 66)

@@ -318,6 +318,11 @@ def test_a_token(network: Network, start: Start, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="mode 0640"):
         start(network, token_file=file)
     file.chmod(0o600)
+    for content, words in (("\n", "is empty"), ("gr\u00fc\u00df", "other characters")):
+        file.write_text(content)
+        with pytest.raises(UsageError, match=words):
+            start(network, token_file=file)
+    file.write_text("secret\n")
     server = start(network, token_file=file, host="0.0.0.0")
     url = f"http://127.0.0.1:{server.port}"
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
