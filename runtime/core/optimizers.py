@@ -1,4 +1,9 @@
-"""Optimizers that torch has not, or not fast enough: LARS and LAMB for large batches, and Muon."""
+"""Optimizers that torch has not, or not fast enough: LARS and LAMB for large batches, and Muon.
+
+The steps of LARS and LAMB are in proportion to the weights: each tensor's is scaled by a trust
+ratio of norms, which keeps large learning rates stable. The ratio is 1 if a norm is 0, as of new
+biases, and in groups with ``adapt=False``, which biases and normalisations' parameters usually are.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +54,7 @@ class _ByGroup(Optimizer):
         return [state[name] for state in states]
 
 
-class _LayerWise(_ByGroup):
-    """An optimizer for large batches, whose steps are in proportion to the weights.
-
-    Each tensor's step is scaled by a trust ratio of norms, which keeps large learning rates stable.
-    The ratio is 1 if a norm is 0, as of new biases, and in groups with ``adapt=False``, which
-    biases and the parameters of normalisations usually are.
-    """
-
-
-class LARS(_LayerWise):
+class LARS(_ByGroup):
     """Layer-wise adaptive rate scaling (You et al. 2017, arXiv:1708.03888, algorithm 1)::
 
         v = m v + lr (eta |w| / (|g| + beta |w|)) (g + beta w),   w = w - v
@@ -94,7 +90,7 @@ class LARS(_LayerWise):
         torch._foreach_sub_(params, velocities)
 
 
-class LAMB(_LayerWise):
+class LAMB(_ByGroup):
     """Layer-wise adaptive moments (You et al. 2019, arXiv:1904.00962, algorithm 2)::
 
         u = m / (sqrt(v) + eps) + lambda w,   w = w - lr (|w| / |u|) u

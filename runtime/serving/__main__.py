@@ -9,19 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from dni_runtime.errors import DataError, StoppedError
 from dni_runtime.garbage import run_program
 from dni_runtime.run.documents.reports import Report
-from dni_runtime.run.rundir import RunDir
 from dni_runtime.serving.documents import FrontSettings
 from dni_runtime.serving.front import Front
 from dni_runtime.serving.protocol import Signature
 from dni_runtime.serving.server import serve
 from dni_runtime.spec.predicting import FRONT
 from dni_runtime.worker.__main__ import started
-from dni_runtime.worker.options import load_spec, next_attempt, take_given
+from dni_runtime.worker.options import given_run, load_spec, next_attempt
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.start import OWN, WorkerStart, parser
 
@@ -40,9 +38,7 @@ def main() -> None:
 
 
 def _serve(start: WorkerStart, stop: StopRequest) -> None:
-    run = RunDir(Path(start.run))
-    if start.given is not None:
-        take_given(run, Path(start.given))
+    run = given_run(start)
     settings = FrontSettings.load(run.front)
     if settings is None:
         raise DataError(

@@ -34,9 +34,7 @@ def by_rank(start: WorkerStart, environ: Mapping[str, str]) -> WorkerStart:
     supervisor restarts. That it is not a start of the whole chain follows from its last report: the
     Job is the same, and the chain did not stop as a whole.
     """
-    run = RunDir(Path(start.run))
-    if start.given is not None:
-        take_given(run, Path(start.given))
+    run = given_run(start)
     record = RunRecord.load(run.record)
     if record is None:
         raise DataError(
@@ -86,11 +84,15 @@ def chain_start(start: WorkerStart) -> ChainStart | None:
     return ChainStart(number=start.start or 0, first=start.first, cut=cut)
 
 
-def take_given(run: RunDir, given: Path) -> None:
-    """Write a new run's first files into its directory, unless they are there.
+def given_run(start: WorkerStart) -> RunDir:
+    """Return a start's run directory, with the first files of a new run, if it was given some.
 
-    Several workers may do so at once. The record is last: with it, the run is complete.
+    Several workers may write them at once. The record is last: with it, the run is complete.
     """
+    run = RunDir(Path(start.run))
+    if start.given is None:
+        return run
+    given = Path(start.given)
     try:
         run.create()
         files = {path.relative_to(given): path.read_bytes() for path in _files(given)}
@@ -112,6 +114,7 @@ def take_given(run: RunDir, given: Path) -> None:
             f"({error.filename})",
             hint=f"the volume must be there, and writable for user {os.getuid()}",
         ) from None
+    return run
 
 
 def _files(folder: Path) -> Iterator[Path]:

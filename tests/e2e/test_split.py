@@ -115,7 +115,7 @@ def test_a_run_goes_on_with_other_cuts(site: Site, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_slow_host_gets_less(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second worker stands still for three quarters of the time, as on a slower host."""
+    """The second worker stands still for nine tenths of the time, as on a slower host."""
     site.run("init", "--template", "resnet")
     monkeypatch.chdir(site.folder)
     path = "split.yaml"
@@ -134,14 +134,14 @@ def test_a_slow_host_gets_less(site: Site, monkeypatch: pytest.MonkeyPatch) -> N
     until = time.monotonic() + 5
     while time.monotonic() < until:
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.045)
+        time.sleep(0.135)
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.015)
     run.stop()
 
     told = site.json("balance", run.name)
     assert told["worthwhile"]
-    assert told["faster"] > 1  # by how much, what else the machine does decides
+    assert told["faster"] > 1.2
     assert told["file"] is None
     first, second = told["modules"]
     assert (first["until"], second["until"]) == ("stages.0", None)

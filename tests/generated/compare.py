@@ -668,8 +668,8 @@ def _spread(replicas: Sequence[nn.Module]) -> None:
 def compared(case: Case, found: Trained, wanted: Trained, near: Sequence[Trained] = ()) -> Outcome:
     """Compare what two trainings have made.
 
-    What trainings from weights that are ``near`` differ by is rounding: as much of the state, more
-    of losses and evaluations, which follow from it.
+    Where losses and evaluations of trainings from weights that are ``near`` differ as much, it is
+    rounding; the state must be equal in any case.
     """
     missing, more = set(wanted.state) - set(found.state), set(found.state) - set(wanted.state)
     if missing or more:
@@ -695,7 +695,8 @@ def compared(case: Case, found: Trained, wanted: Trained, near: Sequence[Trained
             continue
         far = float((one - other).abs().max())
         allowed = absolute + relative * float(other.abs().max())
-        allowed += (1 if name.startswith("state") else 16) * max(close, default=0.0)
+        if not name.startswith("state"):  # they follow from it
+            allowed += 16 * max(close, default=0.0)
         if not far <= allowed and not worst:
             worst = f"{name} differs by {far:.1e}"
         apart = max(apart, far)

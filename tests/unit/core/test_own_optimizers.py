@@ -39,6 +39,24 @@ def lamb(w: Tensor, g: Tensor, kept: dict[str, Any], adapt: bool) -> Tensor:
     return w - 0.1 * ratio * u
 
 
+def follow(
+    optimizer: torch.optim.Optimizer, ours: list[nn.Parameter], rule: Rule, draw: torch.Generator,
+    **tolerance: float,
+) -> None:  # fmt: skip
+    """Compare six steps with a rule; the third parameter has no gradient at times."""
+    kept: list[dict[str, Any]] = [{} for _ in ours]
+    wanted = [p.detach().clone() for p in ours]
+    for number in range(6):
+        for at, p in enumerate(ours):
+            p.grad = None
+            if at != 2 or number % 2:
+                g = p.grad = torch.randn(p.shape, generator=draw)
+                wanted[at] = rule(wanted[at], g, kept[at], at < 3)
+        optimizer.step()
+        for p, one in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(p.detach(), one, **tolerance)
+
+
 @pytest.mark.parametrize(
     ("cls", "options", "rule"),
     [
@@ -52,20 +70,10 @@ def test_they_are_their_papers_formulas(
     """Of a matrix, a new bias, a tensor without gradient at times, and one that is not adapted."""
     draw = torch.Generator().manual_seed(1)
     start = [torch.randn(3, 4, generator=draw), torch.zeros(3), torch.ones(2, 2, 2), torch.ones(5)]
-    ours = [nn.Parameter(one.clone()) for one in start]
+    ours = [nn.Parameter(one) for one in start]
     groups = [{"params": ours[:3]}, {"params": ours[3:], "adapt": False}]
     optimizer = cls(groups, **options)  # type: ignore[call-arg]  # of the subclass
-    kept: list[dict[str, Any]] = [{} for _ in start]
-    wanted = list(start)
-    for number in range(6):
-        for at, p in enumerate(ours):
-            p.grad = None
-            if at != 2 or number % 2:
-                g = p.grad = torch.randn(p.shape, generator=draw)
-                wanted[at] = rule(wanted[at], g, kept[at], at < 3)
-        optimizer.step()
-        for p, one in zip(ours, wanted, strict=True):
-            torch.testing.assert_close(p.detach(), one)
+    follow(optimizer, ours, rule, draw)
 
 
 def muon(w: Tensor, g: Tensor, kept: dict[str, Any], adapt: bool) -> Tensor:
@@ -87,21 +95,10 @@ MATRICES = [(6, 4), (3, 5), (6, 4), (4, 4), (6, 4)]
 def test_muon_is_its_formula() -> None:
     """Of matrices, some of one shape, one of which has no gradient at times; for both steps."""
     draw = torch.Generator().manual_seed(1)
-    start = [torch.randn(shape, generator=draw) for shape in MATRICES]
-    ours = [nn.Parameter(one.clone()) for one in start]
+    ours = [nn.Parameter(torch.randn(shape, generator=draw)) for shape in MATRICES]
     groups = [{"params": ours[:3], "adjust_lr_fn": "match_rms_adamw"}, {"params": ours[3:]}]
     optimizer = Muon(groups, lr=0.1, weight_decay=0.2, momentum=0.9)
-    kept: list[dict[str, Any]] = [{} for _ in start]
-    wanted = list(start)
-    for number in range(6):
-        for at, p in enumerate(ours):
-            p.grad = None
-            if at != 2 or number % 2:
-                g = p.grad = torch.randn(p.shape, generator=draw)
-                wanted[at] = muon(wanted[at], g, kept[at], at < 3)
-        optimizer.step()
-        for p, one in zip(ours, wanted, strict=True):
-            torch.testing.assert_close(p.detach(), one, rtol=1e-4, atol=1e-5)
+    follow(optimizer, ours, muon, draw, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
