@@ -146,15 +146,17 @@ class Run(Checkpointed):
 
         return learning_curve(self.record, self.status())
 
-    def watch(self) -> RunState:
-        """Wait until it has ended; in a notebook show the learning curve meanwhile.
+    def watch(self) -> Run:
+        """Wait until it has ended, and return it; a notebook shows the learning curve meanwhile.
 
         Raises:
-            UnavailableError: matplotlib is not installed.
+            DniError: It failed; or matplotlib is not installed, or it has no supervisor.
         """
-        from dni_runtime.measure.live import watch
+        from dni_runtime.measure.live import shown_live
 
-        return watch(self.record, self.states())
+        if (error := self.failure(self.wait(observe=shown_live(self.record)))) is not None:
+            raise error
+        return self
 
     def events(self) -> Iterator[Event]:
         """What has happened in it, oldest first."""
@@ -424,8 +426,8 @@ class Run(Checkpointed):
 
     def resume(
         self, cut: str = "auto", *, epochs: int | None = None, log_level: str | None = None
-    ) -> None:
-        """Resume it in the background: here, or as another job where it was one.
+    ) -> Run:
+        """Resume it in the background, and return it: here, or as another job where it was one.
 
         Args:
             cut: Stream position of the checkpoint to resume from; by default the newest.
@@ -440,6 +442,7 @@ class Run(Checkpointed):
             self.resubmit(log_level, epochs)
         elif (launch := self.relaunch(cut, epochs, log_level=log_level or "info")) is not None:
             launch.detach()
+        return self
 
     def check_resumable(self, cut: str = "auto", epochs: int | None = None) -> None:
         """Refuse to resume what cannot be.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from dni_runtime.measure.curves import Panel, draw_curves
@@ -29,16 +29,21 @@ def learning_curve(record: Record, figures: RunFigures) -> Figure:
     return draw_curves(figures.run, panels)
 
 
-def watch(record: Record, states: Iterator[RunState]) -> RunState:
-    """Wait for the last of a run's states; show the curve in a notebook after each evaluation."""
+def shown_live(record: Record) -> Callable[[RunState], None]:
+    """Return what shows a run's curve in a notebook, after each evaluation and at its end."""
     show, reader, shown = _display(), MetricsReader(record), -1
-    for state in states:
+
+    def observe(state: RunState) -> None:
+        nonlocal shown
+        if show is None:
+            return
         figures = reader.read(state)
         newest = figures.evaluations[-1].step if figures.evaluations else 0
-        if show is not None and (newest != shown or not state.active):
+        if newest != shown or not state.active:
             shown = newest
             show(learning_curve(record, figures))
-    return state
+
+    return observe
 
 
 def _display() -> Callable[[Figure], None] | None:
