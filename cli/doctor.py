@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -35,6 +36,10 @@ _PACKAGES = ("torch", "numpy", "pyzmq", "pydantic", "safetensors")
 @click.option("--network", is_flag=True,
               help="Measure links instead: CHAIN's links between the nodes of this Slurm "
               "allocation, or without CHAIN the links between all its nodes.")  # fmt: skip
+@click.option("--nodes", is_flag=True,
+              help="Let the nodes of this Slurm allocation check themselves instead.")  # fmt: skip
+@click.option("--hosts", metavar="A,B,...",
+              help="Let these hosts check themselves instead, by ssh.")  # fmt: skip
 @click.option("--interface", metavar="NAME",
               help="With --network, without CHAIN: a network interface, or a network.")  # fmt: skip
 @profile_option
@@ -44,12 +49,14 @@ def doctor(
     chain: Path | None,
     backend: str,
     network: bool,
+    nodes: bool,
+    hosts: str | None,
     interface: str | None,
     profile: str | None,
     data: Path | None,
     as_json: bool,
 ) -> None:
-    """Check this machine for everything that a chain may need.
+    """Check this machine, or others, for everything that a chain may need.
 
     The exit code is 69 if something is missing that --backend needs, or if two nodes cannot
     be connected; other findings are informational.
@@ -57,8 +64,11 @@ def doctor(
     \b
     Example:
       dnictl doctor --backend apptainer
+      salloc --nodes 2 dnictl doctor --nodes --backend apptainer
       salloc --nodes 2 dnictl doctor --network chain.yaml
     """
+    if network + nodes + (hosts is not None) > 1:
+        raise UsageError("--network, --nodes and --hosts exclude each other", hint="give one")
     if network:
         _measure_network(chain, interface, profile, data, as_json)
         return
@@ -67,23 +77,28 @@ def doctor(
             "a chain, --interface and --data are for 'dnictl doctor --network'",
             hint="'dnictl validate CHAIN' checks a chain",
         )
-    from dni_runtime.api.doctor import examine
-
-    checks: list[Check] = []
-    for check in examine():
-        checks.append(check)
+    others = _hosts(hosts) if nodes or hosts is not None else ()
+    findings: list[tuple[Check, Sequence[str]]] = []
+    for check, where in _findings(others, hosts is None, profile):
+        findings.append((check, where))
         if not as_json:
-            _show(check, needed=check.need in _NEEDED[backend])
+            _show(check, needed=check.need in _NEEDED[backend], where=where)
     lacking = {
-        name: [check.name for check in checks if check.status == "missing" and check.need in needs]
+        name: dict.fromkeys(
+            check.name for check, _ in findings if check.status == "missing" and check.need in needs
+        )
         for name, needs in _NEEDED.items()
     }
     ready = [name for name, names in lacking.items() if not names]
     if as_json:
-        print_json({
-            "backend": backend, "ready": backend in ready, "backends": ready,
-            "checks": [asdict(check) for check in checks],
-        })  # fmt: skip
+        by_host = {
+            host: [asdict(check) for check, where in findings if host in (where or others)]
+            for host in others
+        }
+        found = (
+            {"nodes": by_host} if others else {"checks": [asdict(check) for check, _ in findings]}
+        )
+        print_json({"backend": backend, "ready": backend in ready, "backends": ready, **found})
     elif backend not in ready:
         problems = ", ".join(lacking[backend])
         click.echo(f"\nthe {backend} backend cannot be used here: see {problems}")
@@ -131,12 +146,50 @@ def completion(context: click.Context, shell: str) -> None:
     click.echo(script(context.find_root().command, {}, "dnictl", "_DNICTL_COMPLETE").source())
 
 
-def _show(check: Check, *, needed: bool) -> None:
+def _hosts(hosts: str | None) -> tuple[str, ...]:
+    """Return the hosts that are named, or the nodes of this process's allocation."""
+    from dni_runtime.schedulers.slurm.allocation import allocation_here
+    from dni_runtime.schedulers.ssh import parse_hosts
+
+    if hosts is not None:
+        return parse_hosts(hosts)
+    if (allocation := allocation_here()) is None:
+        raise UsageError(
+            "there is no Slurm allocation here, whose nodes could be checked",
+            hint="salloc --nodes 2 dnictl doctor --nodes",
+        )
+    return allocation.hosts
+
+
+def _findings(
+    hosts: Sequence[str], steps: bool, profile: str | None
+) -> Iterator[tuple[Check, Sequence[str]]]:
+    """Yield each finding here; or that of other hosts, with those that have it if not all do."""
+    from dni_runtime.api.doctor import examine, examine_hosts
+    from dni_runtime.schedulers.slurm.profiles import load_profile
+
+    if not hosts:
+        for check in examine():
+            yield check, ()
+        return
+    site = load_profile(profile)
+    tell(f"checking {', '.join(hosts)}")
+    alike: dict[Check, list[str]] = {}
+    for host, checks in examine_hosts(hosts, site, steps=steps).items():
+        for check in checks:
+            alike.setdefault(check, []).append(host)
+    order = [check.name for check in alike]
+    for check, where in sorted(alike.items(), key=lambda item: order.index(item[0].name)):
+        yield check, where if len(where) < len(hosts) else ()
+
+
+def _show(check: Check, *, needed: bool, where: Sequence[str]) -> None:
     mark, colour = _MARKS[check.status]
     if check.status == "missing" and not needed:
         mark, colour = "-", "bright_black"
     note = {"containers": " (for containers)", "builds": " (for builds)"}.get(check.need, "")
-    click.echo(f"{click.style(mark, fg=colour)} {check.name:17} {check.detail}{note}")
+    at = f"{', '.join(where)}: " if where else ""
+    click.echo(f"{click.style(mark, fg=colour)} {check.name:17} {at}{check.detail}{note}")
     if check.hint is not None and check.status != "ok":
         click.echo(f"  {'':17} → {check.hint}")
 

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,12 +27,17 @@ from dni_runtime.image.apptainer import (
 )
 from dni_runtime.plan.host import gpu_devices
 from dni_runtime.run.rundir import socket_path
+from dni_runtime.schedulers.slurm.allocation import beside
 from dni_runtime.schedulers.slurm.commands import own_job
+from dni_runtime.schedulers.slurm.steps import step_environment
+from dni_runtime.schedulers.ssh import on_each, ssh
+from dni_runtime.spec.profile import ProfileSpec
 
 Status = Literal["ok", "warning", "missing"]
 Need = Literal["always", "containers", "builds", "optional"]
 
 _GIB = 1 << 30
+_NODE_TIMEOUT_S = 180.0  # importing torch from a cold file system takes a while
 _TEMP_WANTED_BYTES = 4 * _GIB
 # Builds and ipc sockets fail on these (field reports; apptainer-build, "APPTAINER_TMPDIR").
 _REMOTE = re.compile(r"nfs|lustre|gpfs|beegfs|ceph|smb|cifs|panfs|afs|9p|fuse\.sshfs")
@@ -64,6 +71,32 @@ def examine() -> Iterator[Check]:
     yield _infiniband()
     yield _slurm()
     yield from _libraries()
+
+
+def examine_hosts(
+    hosts: Sequence[str], profile: ProfileSpec, *, steps: bool
+) -> dict[str, list[Check]]:
+    """Let other hosts check themselves, all at once: as steps of this job, or by ssh.
+
+    Args:
+        hosts: Their names.
+        profile: The site's: its prologue comes first, its Python runs.
+        steps: Whether they are nodes of the allocation of this process.
+    """
+    lines = "\n".join([*profile.prologue, 'exec "$@"'])
+    doctor = [profile.python or sys.executable, "-m", "dnictl", "doctor", "--json"]
+    argv = ["bash", "-c", lines, "dnictl", *doctor]
+    commands = {host: [*beside([host]), *argv] if steps else ssh(host, argv) for host in hosts}
+    environ = step_environment(os.environ) if steps else None
+    found: dict[str, list[Check]] = {}
+    for host, done in on_each(commands, _NODE_TIMEOUT_S, environ).items():
+        try:
+            found[host] = [Check(**check) for check in json.loads(done.stdout)["checks"]]
+        except (ValueError, TypeError, KeyError):
+            said = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+            hint = f"this must work there: {shlex.join(doctor)}"
+            found[host] = [Check("node", "missing", said[0], "always", hint)]
+    return found
 
 
 def _containers() -> Iterator[Check]:

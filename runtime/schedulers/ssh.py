@@ -73,7 +73,7 @@ class Ssh(Scheduler):
         folder = next(path for path in Path(plan.run).parents if path.exists())
         paths = (plan.workers[0].python, child.__file__, str(folder))
         shell = ["/bin/sh", "-c", _CHECK, "dni-check", *paths]
-        for host, done in _on_each(list(plan.nodes), shell).items():
+        for host, done in on_each({host: ssh(host, shell) for host in plan.nodes}).items():
             if done.returncode == 0:
                 continue
             if done.returncode == 1 and (missing := done.stdout.strip()):
@@ -92,40 +92,44 @@ class Ssh(Scheduler):
         assert worker.node is not None
         environment = [f"{name}={value}" for name, value in worker.environment.items()]
         receive = [worker.python, "-I", "-S", child.__file__, "receive"]
-        return _ssh(worker.node, [*receive, "env", *environment, *on_node(worker)])
+        return ssh(worker.node, [*receive, "env", *environment, *on_node(worker)])
 
     def starter(self, environ: Mapping[str, str]) -> Starter:
         return LocalStarter(environ, render=self.command, connected=True)
 
     def clean_up(self, plan: LaunchPlan) -> None:
-        for host, done in _on_each(list(plan.nodes), ["rm", "-rf", "--", plan.sockets]).items():
+        remove = ["rm", "-rf", "--", plan.sockets]
+        for host, done in on_each({host: ssh(host, remove) for host in plan.nodes}).items():
             if done.returncode != 0:
                 _log.warning("cannot remove %s on %s: %s", plan.sockets, host, done.stderr.strip())
 
 
-def _ssh(host: str, argv: Sequence[str]) -> list[str]:
+def ssh(host: str, argv: Sequence[str]) -> list[str]:
+    """Return the command that runs another one on a host."""
     return ["ssh", *_OPTIONS, "--", host, shlex.join(argv)]
 
 
-def _on_each(
-    hosts: Sequence[str], argv: Sequence[str]
+def on_each(
+    commands: Mapping[str, Sequence[str]],
+    timeout_s: float = _TIMEOUT_S,
+    environ: Mapping[str, str] | None = None,
 ) -> dict[str, subprocess.CompletedProcess[str]]:
-    """Run a short command on each host."""
+    """Run a short command for each host, all at once."""
 
-    def run(host: str) -> subprocess.CompletedProcess[str]:
-        command = _ssh(host, argv)
+    def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         try:
             return subprocess.run(
                 command,
+                env=environ,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=_TIMEOUT_S,
+                timeout=timeout_s,
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return subprocess.CompletedProcess(command, 255, "", str(error))
 
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        return dict(zip(hosts, pool.map(run, hosts), strict=True))
+    with ThreadPoolExecutor(len(commands)) as pool:
+        return dict(zip(commands, pool.map(run, commands.values()), strict=True))

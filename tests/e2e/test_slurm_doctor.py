@@ -1,4 +1,4 @@
-"""``dnictl doctor --network`` on a real Slurm of three hosts."""
+"""``dnictl doctor`` on a real Slurm of three hosts: the nodes, and the network between them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ modules:
 def inside(
     folder: Path, nodes: int, *arguments: str, expect: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """``dnictl doctor --network`` in an allocation of the first nodes, once they are free."""
+    """``dnictl doctor`` in an allocation of the first nodes, once they are free."""
     done = run(
         ["salloc", "--quiet", f"--nodelist=n[1-{nodes}]", "--ntasks-per-node=1",
          "--cpus-per-task=1", "--mem=1G", f"--chdir={folder}", sys.executable, "-m", "dnictl",
-         "doctor", "--network", *arguments],
+         "doctor", *arguments],
         timeout_s=150,
     )  # fmt: skip
     assert done.returncode == expect, done.stdout + done.stderr
@@ -49,7 +49,7 @@ def sane(link: dict[str, Any]) -> None:
 
 
 def test_all_pairs_of_an_allocation(slurm: str, tmp_path: Path) -> None:
-    found = json.loads(inside(tmp_path, 3, "--interface", slurm, "--json").stdout)
+    found = json.loads(inside(tmp_path, 3, "--network", "--interface", slurm, "--json").stdout)
     assert found["job"].isdigit()
     pairs = {(link["source"], link["sink"]): link for link in found["links"]}
     assert set(pairs) == {("n1", "n2"), ("n1", "n3"), ("n2", "n3")}
@@ -62,7 +62,7 @@ def test_all_pairs_of_an_allocation(slurm: str, tmp_path: Path) -> None:
 def test_the_links_of_a_chain(slurm: str, tmp_path: Path) -> None:
     """One crosses nodes, unencrypted because the chain says so; the other stays on its node."""
     (tmp_path / "chain.yaml").write_text(CHAIN.format(network=slurm, security="none"))
-    found = json.loads(inside(tmp_path, 2, "chain.yaml", "--json").stdout)
+    found = json.loads(inside(tmp_path, 2, "--network", "chain.yaml", "--json").stdout)
     over, within = found["links"]
     assert (over["source"], over["sink"], over["transport"]) == ("n1", "n2", "tcp")
     assert (within["source"], within["sink"], within["transport"]) == ("n2", "n2", "ipc")
@@ -73,7 +73,7 @@ def test_the_links_of_a_chain(slurm: str, tmp_path: Path) -> None:
 
 def test_nodes_that_cannot_be_joined_are_named(slurm: str, tmp_path: Path) -> None:
     """Everybody has loopback, and nobody reaches another host's."""
-    done = inside(tmp_path, 2, "--interface", "lo", expect=69)
+    done = inside(tmp_path, 2, "--network", "--interface", "lo", expect=69)
     assert "n1 → n2, network interface lo, tcp://127.0.0.1:" in done.stderr
     assert "within 10 s" in done.stderr
     assert "Traceback" not in done.stderr
@@ -83,6 +83,30 @@ def test_nodes_that_cannot_be_joined_are_named(slurm: str, tmp_path: Path) -> No
 
 
 def test_an_interface_that_no_node_has(slurm: str, tmp_path: Path) -> None:
-    done = inside(tmp_path, 2, "--interface", "10.99.0.0/24", expect=69)
+    done = inside(tmp_path, 2, "--network", "--interface", "10.99.0.0/24", expect=69)
     assert "n1 → n2, network interface 10.99.0.0/24: " in done.stderr
     assert "no address in the network '10.99.0.0/24'" in done.stderr
+
+
+def test_the_nodes_check_themselves(
+    slurm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the site's prologue; what all have in common stands once."""
+    found = json.loads(inside(tmp_path, 3, "--nodes", "--json").stdout)
+    assert (found["ready"], list(found["nodes"])) == (True, ["n1", "n2", "n3"])
+    for checks in found["nodes"].values():
+        statuses = {check["name"]: check["status"] for check in checks}
+        assert statuses["python"] == statuses["torch"] == "ok"
+        assert "inside job" in next(c["detail"] for c in checks if c["name"] == "slurm")
+
+    profiles = tmp_path / "dnictl" / "profiles"
+    profiles.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (profiles / "odd.yaml").write_text(
+        "prologue: |\n  if [ $(hostname) = n2 ]; then echo no such module >&2; exit 3; fi\n"
+    )
+    done = inside(tmp_path, 2, "--nodes", "--profile", "odd", expect=69)
+    assert "✗ node              n2: " in done.stdout
+    assert "no such module" in done.stdout
+    assert "✓ python            n1: " in done.stdout
+    assert done.stdout.endswith("cannot be used here: see node\n")

@@ -158,3 +158,13 @@ def test_a_host_that_cannot_be_used(site: Site, hosts: str) -> None:
     err = site.run("up", path, "--hosts", f"{hosts},no.where.invalid", expect=69).stderr
     assert "host 'no.where.invalid' cannot be used: ssh: Could not resolve" in err
     assert not (site.folder / "runs").exists()
+
+
+def test_hosts_check_themselves(site: Site, hosts: str) -> None:
+    """What all have in common stands once; one that cannot be asked is named."""
+    shown = site.run("doctor", "--hosts", hosts).stdout
+    assert shown.count("✓ torch ") == 1
+    assert shown.endswith(("ready for: process\n", "ready for: process, apptainer\n"))
+    done = site.run("doctor", "--hosts", f"{hosts},no.where.invalid", expect=69)
+    assert "✗ node              no.where.invalid: ssh: Could not resolve" in done.stdout
+    assert "✓ python            a, b: " in done.stdout

@@ -152,6 +152,8 @@ WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
     "doctor of an interface": (
         None, ("doctor", "--interface", "ib0"), 64, ["doctor --network"],
     ),
+    "doctor of no allocation": (None, ("doctor", "--nodes"), 64, ["salloc --nodes 2"]),
+    "doctor of nodes and hosts": (None, ("doctor", "--nodes", "--hosts", "a"), 64, ["exclude"]),
     "doctor of data": (None, ("doctor", "--data", "ib0"), 64, ["doctor --network"]),
     "a chain and an interface": (
         None, ("doctor", "--network", "chain.yaml", "--interface", "ib0"), 64,
