@@ -56,7 +56,7 @@ def doctor(
     data: Path | None,
     as_json: bool,
 ) -> None:
-    """Check this machine, or others, for everything that a chain may need.
+    """Check this machine, or others, for what a chain may need.
 
     The exit code is 69 if something is missing that --backend needs, or if two nodes cannot
     be connected; other findings are informational.
