@@ -26,7 +26,7 @@ from dni_runtime.run.record import Record
 from dni_runtime.schedulers.processes import CHILD
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.worker.device import choose_device
-from dni_runtime.worker.selection import Selection
+from dni_runtime.worker.evaluations import Selection
 
 REFERENCE = "backprop"
 

@@ -16,9 +16,9 @@ from dni_runtime.plan.plan import (
     SOCKETS_TARGET,
     Backend,
     LaunchPlan,
+    RestartPlan,
     WorkerPlan,
 )
-from dni_runtime.plan.restarts import RestartPlan
 from dni_runtime.run.documents.records import JobRecord
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec.data import own_path
@@ -27,7 +27,7 @@ from dni_runtime.spec.modules import ElasticSpec
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.predicting import exit_name
 from dni_runtime.spec.worker import WorkerSpec
-from dni_runtime.worker.version import STARTED_WITH, this_version
+from dni_runtime.worker.start import STARTED_WITH, this_version
 
 # Libraries for matrix products read one of these when they are loaded.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

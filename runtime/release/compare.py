@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from dni_runtime.release.kinds import MODULE, TITLE
+from dni_runtime.release.names import MODULE, TITLE
 from dni_runtime.release.store import Store
 from dni_runtime.run.rundir import RunDir
 

@@ -12,7 +12,7 @@ from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.lock import LOCK_NAME, ImageLock, write_lock
 from dni_runtime.image.oci import Manifest
 from dni_runtime.image.wheels import host_machine, sha256_file
-from dni_runtime.release.kinds import BASE, LAYER, MODULE, RECORD, TITLE, WEIGHTS
+from dni_runtime.release.names import BASE, LAYER, MODULE, RECORD, TITLE, WEIGHTS
 from dni_runtime.release.store import IMAGES, Store
 from dni_runtime.worker.start import IMAGE_SERVING
 

@@ -26,7 +26,7 @@ from dni_runtime.image.check import lock_entry, verify_hash
 from dni_runtime.image.lock import LOCK_NAME, ImageLock, read_lock
 from dni_runtime.image.oci import INDEX, MANIFEST, Descriptor, Index, Layout, Manifest
 from dni_runtime.plan.serving import serving_chain
-from dni_runtime.release.kinds import (
+from dni_runtime.release.names import (
     BASE,
     CHAIN,
     CREATED,
@@ -39,8 +39,8 @@ from dni_runtime.release.kinds import (
     TITLE,
     VERSION,
     WEIGHTS,
+    parse_local,
 )
-from dni_runtime.release.names import parse_local
 from dni_runtime.release.report import Report, report_of
 from dni_runtime.release.store import Store
 from dni_runtime.run.cuts import read_document, sealed, tensors_file

@@ -12,8 +12,7 @@ from dni_runtime.image.oci import INDEX, MANIFEST, Descriptor, Index, Layout, Ma
 from dni_runtime.image.tarform import write_oci
 from dni_runtime.image.wheels import host_machine
 from dni_runtime.release.images import assembled
-from dni_runtime.release.kinds import TITLE
-from dni_runtime.release.names import Address, parse_local
+from dni_runtime.release.names import TITLE, Address, parse_local
 from dni_runtime.release.registry import Progress, Repository
 from dni_runtime.release.signature import signature_name, verify_release
 from dni_runtime.release.store import Store

@@ -1,4 +1,4 @@
-"""Names of releases: ``digits:1.2.0`` here, ``oci://host/name:1.2.0`` in a registry."""
+"""Names of releases, and of their parts: ``digits:1.2.0`` here, ``oci://host/name:1.2.0`` there."""
 
 from __future__ import annotations
 
@@ -61,3 +61,23 @@ def parse_local(text: str) -> tuple[str, str]:
             hint="NAME:VERSION, as in digits:1.2.0; see 'dnictl models'",
         )
     return parsed
+
+
+CHAIN = "application/vnd.dni.chain.v1+json"
+"""An index: a manifest for each module, and one for the run."""
+MODULE = "application/vnd.dni.module.v1+json"
+"""A module's manifest: what its image consists of; its config has labels and the serving spec."""
+RECORD = "application/vnd.dni.record.v1+json"
+"""The run's manifest: its files, the lock of the images, the report; its config has the front."""
+
+BASE = "application/vnd.dni.base.v1.squashfs"
+LAYER = "application/vnd.dni.layer.v1.squashfs"
+WEIGHTS = "application/vnd.cncf.model.weight.v1.raw"
+"""A safetensors file (github.com/modelpack/model-spec, ``docs/spec.md``)."""
+RUN = "application/vnd.dni.run.v1.tar"
+REPORT = "application/vnd.dni.report.v1+json"
+
+TITLE = "org.opencontainers.image.title"
+VERSION = "org.opencontainers.image.version"
+CREATED = "org.opencontainers.image.created"
+LICENSES = "org.opencontainers.image.licenses"

@@ -14,8 +14,16 @@ from dni_runtime.files import write_atomic
 from dni_runtime.image.oci import Descriptor, Layout, Manifest
 from dni_runtime.image.scratch import scratch_folder
 from dni_runtime.image.sif import copy_image
-from dni_runtime.release.kinds import MODULE, RECORD, REPORT, RUN, TITLE, VERSION, WEIGHTS
-from dni_runtime.release.names import parse_local
+from dni_runtime.release.names import (
+    MODULE,
+    RECORD,
+    REPORT,
+    RUN,
+    TITLE,
+    VERSION,
+    WEIGHTS,
+    parse_local,
+)
 from dni_runtime.release.report import Report
 from dni_runtime.run.cuts import cut_folders, tensors_file, verify
 from dni_runtime.run.record import Record

@@ -1,7 +1,7 @@
 """The scheduler ``mpi``: ``mpirun`` or ``srun`` starts all workers of a run, by one command.
 
 It is the user who calls it: in a job's script, with the site's options. So such a run has no
-supervisor; its state follows from the reports of its workers (``worker/rank.py`` is their side).
+supervisor; its state follows from the reports of its workers (``worker/options.py`` is their side).
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Exit:
     asked: bool = False  # it left because a restart was requested
     due: bool = False  # a restart of all modules is scheduled
     older_cut: bool = False  # there may be an older checkpoint to start from
-    may_restart: bool = False  # the rules allow it (``plan/restarts.py``)
+    may_restart: bool = False  # the rules allow it (``plan/plan.py``)
     repeated: bool = False  # the same error has ended it at the same position before
 
     def ending(self, *, stopping: bool) -> Ending:

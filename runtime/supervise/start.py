@@ -17,8 +17,7 @@ from functools import partial
 from dni_runtime.errors import UsageError, WorkerError
 from dni_runtime.files import write_json
 from dni_runtime.image.apptainer import host_environment
-from dni_runtime.plan.plan import LaunchPlan
-from dni_runtime.plan.restarts import RestartPlan
+from dni_runtime.plan.plan import LaunchPlan, RestartPlan
 from dni_runtime.run.documents.reports import ENDED, Report
 from dni_runtime.run.documents.state import ModuleState, RunState, lives
 from dni_runtime.run.lease import Lease, LeaseError

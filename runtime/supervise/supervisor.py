@@ -22,8 +22,7 @@ from dni_runtime.errors import (
     StoppedError,
     UnansweredError,
 )
-from dni_runtime.plan.plan import LaunchPlan
-from dni_runtime.plan.restarts import Backoff
+from dni_runtime.plan.plan import Backoff, LaunchPlan
 from dni_runtime.run.cuts import is_over, remove_temporaries
 from dni_runtime.run.documents.reports import Report
 from dni_runtime.run.documents.requests import Stop

@@ -20,8 +20,17 @@ from dni_runtime.wire.contract import (
     TensorContract,
     scale_name,
 )
-from dni_runtime.wire.kinds import PROTOCOL_VERSION, Kind, Mark, Mode
-from dni_runtime.wire.message import Body, Buffer, Message, TensorEntry, nbytes
+from dni_runtime.wire.message import (
+    PROTOCOL_VERSION,
+    Body,
+    Buffer,
+    Kind,
+    Mark,
+    Message,
+    Mode,
+    TensorEntry,
+    nbytes,
+)
 
 __all__ = [
     "HEADER_BYTES",

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from dni_runtime.errors import WireError
 from dni_runtime.wire.codec import SIZE_LIMIT
-from dni_runtime.wire.kinds import Mode
-from dni_runtime.wire.message import Body, Message
+from dni_runtime.wire.message import Body, Message, Mode
 
 SPLITS = ("train", "eval", "test")
 

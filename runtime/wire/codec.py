@@ -16,8 +16,16 @@ import msgpack
 
 from dni_runtime.errors import WireError
 from dni_runtime.wire.contract import HEADER_BYTES, ITEM_BYTES, Limits
-from dni_runtime.wire.kinds import PROTOCOL_VERSION, Kind, Mark, Mode
-from dni_runtime.wire.message import Buffer, Message, TensorEntry, nbytes
+from dni_runtime.wire.message import (
+    PROTOCOL_VERSION,
+    Buffer,
+    Kind,
+    Mark,
+    Message,
+    Mode,
+    TensorEntry,
+    nbytes,
+)
 
 FIELDS = 11
 ID_LIMIT = (1 << 63) - 1

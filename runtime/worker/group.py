@@ -8,27 +8,93 @@ the run can write there. Their own connections are neither encrypted nor authent
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from dni_runtime.core.replication import ReplicaMessage, SharedWeights
-from dni_runtime.core.replication.hooks import hook_of
+from dni_runtime.core.replication.compression import PowerSgd
 from dni_runtime.errors import UnavailableError, WorkerError
 from dni_runtime.files import write_atomic
+from dni_runtime.link import Marker
 from dni_runtime.link.address import interface_name
 from dni_runtime.run.rundir import RunDir
-from dni_runtime.spec import LinksSpec, WorkerSpec
+from dni_runtime.spec import Choice, LinksSpec, WorkerSpec
+from dni_runtime.spec.choices import parse_options
 from dni_runtime.spec.named import module_of
+from dni_runtime.worker.exchange import Exchange, sync_at
+from dni_runtime.worker.signals import StopRequest
+
+logging.getLogger(powerSGD_hook.__name__).setLevel(logging.WARNING)  # else a line for each step
+
+_VANILLA_STEPS = 2  # the fewest that torch allows before steps with PowerSGD
+
+
+class Bucket:
+    """Gradients in one row, as hooks see them (``torch.distributed.GradBucket``).
+
+    Communication hooks are written for DistributedDataParallel, one bucket of gradients at a time
+    (pytorch.org/docs/stable/ddp_comm_hooks.html); here a module's gradients are one bucket.
+    """
+
+    def __init__(self, row_N: Tensor, shapes: Sequence[Sequence[int]]) -> None:
+        parts = torch.split(row_N, [torch.Size(shape).numel() for shape in shapes])
+        self._row_N = row_N
+        self._gradients = [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def buffer(self) -> Tensor:
+        return self._row_N
+
+    def gradients(self) -> list[Tensor]:
+        return self._gradients
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def hook_of(choice: Choice, shapes: Sequence[Sequence[int]]) -> Callable[[Tensor], int]:
+    """Return what averages a row of gradients in place, over the default process group.
+
+    It returns how many bytes of each replica's row have been exchanged.
+    """
+    if choice.name == "bfloat16":
+
+        def averaged(row_N: Tensor) -> int:
+            bucket: Any = Bucket(row_N, shapes)
+            default_hooks.bf16_compress_hook(None, bucket).wait()  # type: ignore[arg-type]
+            return row_N.numel() * torch.bfloat16.itemsize
+
+        return averaged
+    options = parse_options(PowerSgd.Options, choice, ("replication", "compression"))
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=options.rank, start_powerSGD_iter=_VANILLA_STEPS
+    )
+
+    def averaged_by_rank(row_N: Tensor) -> int:
+        before = state.total_numel_after_compression
+        bucket: Any = Bucket(row_N, shapes)
+        powerSGD_hook.powerSGD_hook(state, bucket).wait()
+        sent = state.total_numel_after_compression - before
+        return (sent or row_N.numel()) * row_N.element_size()
+
+    return averaged_by_rank
+
 
 _LOOK_S = 0.05
 _TIMEOUT = timedelta(days=7)  # it must not time out: the supervisor decides which replica is lost
@@ -204,3 +270,43 @@ def _host() -> str:
     """Return what processes have in common that reach each other by loopback."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+class Collective(Exchange):
+    """A replica's part in the sharing of a process group (``replication.backend``).
+
+    The group's all-reduce computes the mean of what all offer, and each replica makes the result of
+    it by itself. There are no links; if a replica is lost, all workers begin again at the newest
+    cut (``plan/settings.py``). The group has a thread, so that a wait does not stop the worker's
+    loop.
+    """
+
+    def __init__(self, shared: SharedWeights, group: Group, stop: StopRequest) -> None:
+        super().__init__(shared, inputs=[], done=0, gone=lambda name: False)
+        self._group, self._stop = group, stop
+        self._thread = ThreadPoolExecutor(1, "replicas")
+        self._formed = self._thread.submit(group.form)
+        self._mean: Future[ReplicaMessage] | None = None
+
+    def begin(self, marker: Marker) -> None:
+        offer = self._shared.offer(sync_at(marker))
+        self._mean = self._thread.submit(self._group.mean, offer)
+        self._mean.add_done_callback(lambda _: self._stop.wake())
+
+    def done(self) -> bool:
+        if self._formed.done():
+            self._formed.result()
+        if self._mean is None or not self._mean.done():
+            return False
+        mean, self._mean = self._mean.result(), None
+        self._stop.drain()
+        self._shared.settle(mean)
+        self.sent = self._group.sent
+        return True
+
+    def finish(self, deadline_s: float) -> None:
+        self._group.part(deadline_s)
+
+    def close(self) -> None:
+        self._group.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)

@@ -24,21 +24,25 @@ from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.device import choose_device
-from dni_runtime.worker.exchange import Exchange, exchange_spec
+from dni_runtime.worker.exchange import Exchange, Pushes, exchange_spec
 from dni_runtime.worker.labels import Labels
 from dni_runtime.worker.links import Attempt, WorkerLinks, link_settings
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import withdraw
-from dni_runtime.worker.options import chain_start, keyring, load_spec
+from dni_runtime.worker.options import (
+    chain_start,
+    heeding_stop,
+    keyring,
+    load_spec,
+    start_of,
+    wait_for_others,
+)
 from dni_runtime.worker.predictor import Predictor
-from dni_runtime.worker.pushes import Pushes
-from dni_runtime.worker.rank import heeding_stop, start_of, wait_for_others
 from dni_runtime.worker.resume import AUTO, Start, begin, forget_later
 from dni_runtime.worker.server import ModuleServer, Stage
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.start import OWN, WorkerStart
+from dni_runtime.worker.start import OWN, WorkerStart, replaced
 from dni_runtime.worker.stream import Stream
-from dni_runtime.worker.version import replaced
 
 log = logging.getLogger(__name__)
 
@@ -198,8 +202,10 @@ class Worker:
         beside = exchange_spec(spec, shared.words)
         exchange: Exchange
         if spec.backend is not None:
-            from dni_runtime.worker.collective import Collective  # some builds of torch lack it
-            from dni_runtime.worker.group import Group
+            from dni_runtime.worker.group import (
+                Collective,  # some builds of torch lack it
+                Group,
+            )
 
             links = link_settings(self._options, spec)
             group = Group(

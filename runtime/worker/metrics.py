@@ -1,4 +1,4 @@
-"""What a worker measures: lines of metrics (``worker/metrics_file.py``), and its report.
+"""What a worker measures: lines of metrics (``worker/report.py``), and its report.
 
 It is one file because it is one class: both are of the same counters.
 """
@@ -43,8 +43,7 @@ from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.ledger import ModuleProgress
-from dni_runtime.worker.metrics_file import MetricsFile
-from dni_runtime.worker.report import ReportWriter
+from dni_runtime.worker.report import MetricsFile, ReportWriter
 
 log = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import math
 import os
@@ -20,7 +21,43 @@ from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.join import Join
-from dni_runtime.worker.rendezvous import check_reachable, fresh_endpoint
+
+
+def fresh_endpoint(path: Path) -> Endpoint:
+    """Read a record as it is now; return an empty one if there is none that can be read.
+
+    A shared file system may cache for seconds that a file is missing (nfs(5), "lookupcache"):
+    opening the folder makes it revalidate that, opening the file makes it revalidate the content
+    ("close-to-open"). The folder is not read: with a thousand modules it is long.
+    """
+    try:
+        os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
+    except OSError:
+        return Endpoint()
+    return Endpoint.read(path)
+
+
+def check_reachable(address: str, record: Endpoint) -> None:
+    """Refuse an address that only another host can reach: loopback, or a socket in its files."""
+    here = socket.gethostname()
+    if record.host not in (None, here) and _stays_on_its_host(address):
+        raise UnavailableError(
+            f"module {record.module!r} is on {record.host} and listens on {address}, which other "
+            f"hosts cannot reach; this is {here}",
+            hint="set 'links.interface' to a network interface that all hosts have "
+            "(and 'transport: tcp')",
+        )
+
+
+def _stays_on_its_host(address: str) -> bool:
+    if address.startswith("ipc://"):
+        return True
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
 
 log = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.device import Copies, HostCopy
 from dni_runtime.worker.divergence import DATA, Divergence
-from dni_runtime.worker.evaluations import Evaluations
+from dni_runtime.worker.evaluations import GATHER_MS, Evaluations
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.fanout import Fanout
-from dni_runtime.worker.farewell import POLL_MS, Farewell
+from dni_runtime.worker.farewell import POLL_MS, Farewell, Shutdown
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.idle import Idle
 from dni_runtime.worker.join import Join
@@ -38,8 +38,6 @@ from dni_runtime.worker.metrics import MetricsWriter, link_figures
 from dni_runtime.worker.neighbours import Neighbours
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.saver import StateSaver
-from dni_runtime.worker.shares import GATHER_MS
-from dni_runtime.worker.shutdown import Shutdown
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Items
 

@@ -24,9 +24,8 @@ from dni_runtime.errors import DniError, ImageError, UnavailableError, UsageErro
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.oci import MANIFEST, Descriptor
 from dni_runtime.release import make, move, registry
-from dni_runtime.release.kinds import BASE, REPORT, WEIGHTS
 from dni_runtime.release.make import release_run
-from dni_runtime.release.names import Address
+from dni_runtime.release.names import BASE, REPORT, WEIGHTS, Address
 from dni_runtime.release.registry import Repository
 from dni_runtime.release.store import Store
 from dni_runtime.run.record import Record

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dni_runtime.link import Drain, Marker, answers, handshake, output, receiver, sender
+from dni_runtime.link import Drain, Marker, handshake, input, output, receiver, sender
 from dni_runtime.supervise import pool, stall, supervisor
 from dni_runtime.wire import Mark
 from dni_runtime.worker import (
@@ -39,19 +39,19 @@ def replaced(*what: tuple[Any, str, Any]) -> Iterator[None]:
 
 def gradients_once() -> Any:
     """A gradient that somebody waits for is sent once, and lost with its connection."""
-    real = answers.Answers.repeat
+    real = input.Answers.repeat
 
     def repeat(self: Any) -> None:
         kept, self._gradients = self._gradients, self._gradients.__class__()
         real(self)
         self._gradients = kept
 
-    return replaced((answers.Answers, "repeat", repeat))
+    return replaced((input.Answers, "repeat", repeat))
 
 
 def connections_once() -> Any:
     """What an output end did not accept before WELCOME is sent again on a new connection only."""
-    real = answers.Answers.repeat
+    real = input.Answers.repeat
 
     def repeat(self: Any) -> None:
         count = self._receiver.counters.handshakes
@@ -59,7 +59,7 @@ def connections_once() -> Any:
             self.connections = count
             real(self)
 
-    return replaced((answers.Answers, "repeat", repeat))
+    return replaced((input.Answers, "repeat", repeat))
 
 
 def newest_read() -> Any:

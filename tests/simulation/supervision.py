@@ -10,8 +10,7 @@ from typing import Any
 
 from dni_runtime.errors import DniError
 from dni_runtime.files import peek_json, write_json
-from dni_runtime.plan.plan import LaunchPlan, WorkerPlan
-from dni_runtime.plan.restarts import RestartPlan
+from dni_runtime.plan.plan import LaunchPlan, RestartPlan, WorkerPlan
 from dni_runtime.run.documents.state import ModuleState, RunState
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.schedulers.processes import Process as Started

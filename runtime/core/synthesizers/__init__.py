@@ -10,8 +10,7 @@ from __future__ import annotations
 from dni_runtime.core.labels import labels_each_token
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.synthesizers.base import Lesson, Synthesizer
-from dni_runtime.core.synthesizers.maps import Classifier, Critic, Linear, LowRank
-from dni_runtime.core.synthesizers.networks import MLP, Conv
+from dni_runtime.core.synthesizers.networks import MLP, Classifier, Conv, Critic, Linear, LowRank
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
 from dni_runtime.spec.choices import Location, find_class, parse_options

@@ -30,7 +30,7 @@ class MarkRequest(Document):
     """A line of ``ledger/HEAD.marks.jsonl``: what is to be put into the stream on request."""
 
     begun: int = 0  # which start of the whole chain it is of
-    round: int = 0  # which line of that start (``worker/rounds.py``)
+    round: int = 0  # which line of that start (``worker/head.py``)
     id: int  # its position; of a replica of the head, the lowest one that it has not used
     mark: int  # bits of the marker; 0: none
     ends: bool = False  # training is to end from there on

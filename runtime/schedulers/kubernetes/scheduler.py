@@ -9,7 +9,7 @@ from dni_runtime.errors import UsageError
 from dni_runtime.plan.plan import DATA_TARGET, LaunchPlan, WorkerPlan
 from dni_runtime.plan.settings import StartRequest, make_plan
 from dni_runtime.schedulers.mpi import Mpi, check_ranks
-from dni_runtime.worker.version import STARTED_WITH
+from dni_runtime.worker.start import STARTED_WITH
 
 
 class Kubernetes(Mpi):

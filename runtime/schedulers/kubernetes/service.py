@@ -19,7 +19,7 @@ from dni_runtime.serving.documents import FrontSettings
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.named import module_of, number_of
 from dni_runtime.spec.predicting import FRONT
-from dni_runtime.worker.rank import JOB_INDEX
+from dni_runtime.worker.options import JOB_INDEX
 from dni_runtime.worker.start import OWN
 
 PORT = 7400

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from dni_runtime.errors import UnavailableError
+from dni_runtime.files import written_lately
 from dni_runtime.plan.plan import LaunchPlan, WorkerPlan
 from dni_runtime.plan.settings import StartRequest
 from dni_runtime.run.documents.records import JobRecord
@@ -13,10 +16,66 @@ from dni_runtime.run.rundir import RunDir
 from dni_runtime.schedulers.local import Scheduler
 from dni_runtime.schedulers.processes import Hosts, Starter
 from dni_runtime.schedulers.slurm import commands
-from dni_runtime.schedulers.slurm.job import describe
+from dni_runtime.schedulers.slurm.commands import JobInfo, job_infos
 from dni_runtime.schedulers.slurm.nodes import JobNodes
-from dni_runtime.schedulers.slurm.starter import SlurmStarter, end_steps
-from dni_runtime.schedulers.slurm.steps import step_argv
+from dni_runtime.schedulers.slurm.steps import SlurmStarter, end_steps, step_argv
+
+_FRESH_S = 25.0
+"""Age up to which a state is current: the heartbeat of 10 s plus file system caches."""
+
+
+def describe(runs: Sequence[RunDir], states: Sequence[RunState]) -> list[RunState]:
+    """Complete the states of runs by one query to Slurm.
+
+    A run's own state is out of date before its start, between two starts, and after its job was
+    ended from outside.
+    """
+    jobs = [_job_to_ask_for(run, state) for run, state in zip(runs, states, strict=True)]
+    asked = sorted({job for job in jobs if job is not None})
+    try:
+        infos = job_infos(asked) if asked else {}
+    except UnavailableError:
+        return list(states)
+    return [
+        state
+        if job is None
+        else judge(state, job, infos.get(job), told_to_stop=run.stop_request.exists())
+        for run, state, job in zip(runs, states, jobs, strict=True)
+    ]
+
+
+def _job_to_ask_for(run: RunDir, state: RunState) -> str | None:
+    record = JobRecord.load(run.job)
+    if record is None or state.phase in ("finished", "failed"):
+        return None
+    fresh = state.active and written_lately(run.state, state.updated, _FRESH_S)
+    return None if fresh else record.job
+
+
+def judge(state: RunState, job: str, info: JobInfo | None, *, told_to_stop: bool) -> RunState:
+    """Combine a run's own state and its job's state (pure).
+
+    ``info`` is None if Slurm no longer knows the job.
+    """
+    if info is not None and info.alive:
+        if info.pending:
+            reason = f": {info.reason}" if info.reason else ""
+            return replace(state, phase="queued", error=f"job {job} waits{reason}")
+        if state.phase == "stopped":  # its script is about to end, or to requeue the job
+            return replace(state, phase="stopping")
+        return state if state.active else replace(state, phase="starting")
+    if state.phase == "stopped" and told_to_stop:
+        return state
+    if info is not None and info.completing:  # it ends or is requeued: the next poll shows
+        return replace(state, phase="stopping")
+    if state.phase == "stopped":
+        return state
+    if told_to_stop and state.phase == "new":
+        return replace(state, phase="stopped", exit_code=75, error=f"job {job} was cancelled")
+    how = "disappeared" if info is None else f"ended as {info.state}"
+    reason = f" ({info.reason})" if info is not None and info.reason else ""
+    when = "before the run started" if state.phase == "new" else "before the run finished"
+    return replace(state, phase="lost", error=f"Slurm job {job} {how}{reason} {when}")
 
 
 class Slurm(Scheduler):

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dni_runtime.api.planning import plan_run
+from dni_runtime.plan.plan import RestartPlan
 from dni_runtime.plan.prepare import CheckedChain
-from dni_runtime.plan.restarts import RestartPlan
 from dni_runtime.plan.settings import StartSettings
 from dni_runtime.run.documents.metrics import TrainLine, read_metrics
 from dni_runtime.run.documents.state import RunState

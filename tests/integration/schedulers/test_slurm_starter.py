@@ -11,7 +11,7 @@ import pytest
 
 from dni_runtime.plan.plan import Need, WorkerPlan
 from dni_runtime.schedulers.processes import Process
-from dni_runtime.schedulers.slurm.starter import SlurmStarter
+from dni_runtime.schedulers.slurm.steps import SlurmStarter
 from tests.conftest import eventually
 
 STEPS = "echo '7.0|bottom'; echo '7.1|middle'"

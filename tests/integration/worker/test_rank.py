@@ -11,18 +11,18 @@ import pytest
 from dni_runtime.files import write_json
 from dni_runtime.run.documents.reports import Report
 from dni_runtime.run.rundir import RunDir
-from dni_runtime.worker import rank
+from dni_runtime.worker import options
 from dni_runtime.worker.background import repeating
-from dni_runtime.worker.rank import wait_for_others
+from dni_runtime.worker.options import wait_for_others
 from dni_runtime.worker.signals import StopRequest
 from tests.conftest import eventually
 
 
 def test_a_request_to_stop_is_heeded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "_LOOK_S", 0.01)
+    monkeypatch.setattr(options, "_LOOK_S", 0.01)
     write_json(run.stop_request, {"time": 1.0})  # it has stopped an earlier start
     stop = StopRequest()
-    with rank.heeding_stop(run, stop):
+    with options.heeding_stop(run, stop):
         run.stop_request.unlink()
         with pytest.raises(AssertionError, match="not within"):
             eventually("it stops", stop, 0.2)

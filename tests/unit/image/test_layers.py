@@ -45,7 +45,7 @@ def test_files(module: ModuleBuild, tmp_path: Path) -> None:
 def test_an_image_holds_what_a_worker_imports_and_no_more() -> None:
     files = {name.removeprefix("dni_runtime/") for name in layers.runtime_files()}
     assert {"__init__.py", "worker/__main__.py", "core/export.py", "data/digits.npz"} <= files
-    assert "worker/collective.py" in files, "imported on use"
+    assert "worker/group.py" in files, "imported on use"
     found = {name.partition("/")[0].removesuffix(".py") for name in files}
     # Not the resolver: a better text of an error in a chain rebuilds no image.
     assert found == {"__init__", "py.typed", "serving"} | WORKER

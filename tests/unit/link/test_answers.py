@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dni_runtime.errors import WireError
-from dni_runtime.link.answers import Answers
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters
+from dni_runtime.link.input import Answers
 from dni_runtime.link.receiver import Receiver
 from dni_runtime.link.sender import Sender
 from dni_runtime.spec import WorkerSpec

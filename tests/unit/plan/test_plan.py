@@ -26,7 +26,7 @@ from dni_runtime.schedulers.schedulers import SCHEDULERS
 from dni_runtime.schedulers.slurm import commands
 from dni_runtime.spec import ChainSpec, DataSpec, LinksSpec, WorkerSpec
 from dni_runtime.spec.profile import ProfileSpec
-from dni_runtime.worker.version import this_version
+from dni_runtime.worker.start import this_version
 
 GOLDEN = Path(__file__).parent / "plans"
 

@@ -10,8 +10,7 @@ import pytest
 
 from dni_runtime.errors import DamagedError
 from dni_runtime.files import write_json
-from dni_runtime.plan.plan import LaunchPlan
-from dni_runtime.plan.restarts import Backoff, RestartPlan
+from dni_runtime.plan.plan import Backoff, LaunchPlan, RestartPlan
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir

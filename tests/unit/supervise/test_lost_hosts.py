@@ -10,8 +10,7 @@ import pytest
 
 from dni_runtime.errors import DataError, StoppedError, UnansweredError, UnavailableError
 from dni_runtime.files import write_json
-from dni_runtime.plan.plan import LaunchPlan, Need, WorkerPlan
-from dni_runtime.plan.restarts import RestartPlan
+from dni_runtime.plan.plan import LaunchPlan, Need, RestartPlan, WorkerPlan
 from dni_runtime.run.documents.requests import Scale
 from dni_runtime.run.record import Record
 from dni_runtime.schedulers.slurm.nodes import JobNodes

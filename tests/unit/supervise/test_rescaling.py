@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dni_runtime.files import write_json
-from dni_runtime.plan.plan import LaunchPlan
-from dni_runtime.plan.restarts import RestartPlan
+from dni_runtime.plan.plan import LaunchPlan, RestartPlan
 from dni_runtime.run.cuts import document_file
 from dni_runtime.run.documents.reports import WorkerPhase
 from dni_runtime.run.documents.requests import Scale

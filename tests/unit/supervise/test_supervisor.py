@@ -15,8 +15,7 @@ import pytest
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.files import read_json, write_json
-from dni_runtime.plan.plan import LaunchPlan, WorkerPlan
-from dni_runtime.plan.restarts import RestartPlan
+from dni_runtime.plan.plan import LaunchPlan, RestartPlan, WorkerPlan
 from dni_runtime.run.cuts import document_file
 from dni_runtime.run.documents import state as state_documents
 from dni_runtime.run.documents.reports import Control, Order, Report

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.files import write_json
-from dni_runtime.plan.plan import LaunchPlan
-from dni_runtime.plan.restarts import RestartPlan
+from dni_runtime.plan.plan import LaunchPlan, RestartPlan
 from dni_runtime.run.documents.reports import Report
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record

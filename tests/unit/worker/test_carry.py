@@ -10,8 +10,8 @@ import torch
 
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.plan.carrying import Names, carry
 from dni_runtime.spec import DataInfo, WorkerSpec
-from dni_runtime.worker.carry import Names, carry
 from dni_runtime.worker.checkpoint import State, restore, snapshot
 from tests.specs import float32, int64, specs_of
 

@@ -20,9 +20,8 @@ from dni_runtime.link import Marker
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.wire import Mark
-from dni_runtime.worker.collective import Collective
-from dni_runtime.worker.group import FolderStore, Group
-from dni_runtime.worker.rank import start_of
+from dni_runtime.worker.group import Collective, FolderStore, Group
+from dni_runtime.worker.options import start_of
 from dni_runtime.worker.signals import StopRequest
 from tests.conftest import eventually
 from tests.replicas import replicas, shared

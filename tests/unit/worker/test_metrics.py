@@ -28,10 +28,10 @@ from dni_runtime.run.documents.metrics import (
 )
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import DataInfo, WorkerSpec
-from dni_runtime.worker import metrics, metrics_file
+from dni_runtime.worker import metrics, report
 from dni_runtime.worker.device import Copies
 from dni_runtime.worker.metrics import MetricsWriter, link_figures
-from dni_runtime.worker.metrics_file import MetricsFile
+from dni_runtime.worker.report import MetricsFile
 from tests.lines import read_lines
 from tests.specs import float32, int64, linear, specs_of
 
@@ -355,8 +355,8 @@ class Metrics:
 
 @pytest.fixture
 def long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Metrics:
-    monkeypatch.setattr(metrics_file, "FULL_BYTES", 20_000)
-    monkeypatch.setattr(metrics_file, "DETAIL", 20)
+    monkeypatch.setattr(report, "FULL_BYTES", 20_000)
+    monkeypatch.setattr(report, "DETAIL", 20)
     return Metrics(tmp_path / "a.jsonl")
 
 
@@ -380,8 +380,8 @@ def test_a_file_of_metrics_is_thinned_but_keeps_its_whole_curve(long: Metrics) -
 def test_what_is_not_thinned_may_grow(long: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations stay, and are not written anew for each line."""
     rewritten = []
-    original = metrics_file.write_atomic
-    monkeypatch.setattr(metrics_file, "write_atomic", lambda *a: rewritten.append(original(*a)))
+    original = report.write_atomic
+    monkeypatch.setattr(report, "write_atomic", lambda *a: rewritten.append(original(*a)))
     long.write("eval", seconds=1000)
     assert len(long.ages_s("eval")) == 1000
     assert 1 < len(rewritten) < 10
@@ -393,8 +393,8 @@ def test_a_full_disk_leaves_the_file_as_it_is(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
-    with_room = metrics_file.write_atomic
-    monkeypatch.setattr(metrics_file, "write_atomic", full)
+    with_room = report.write_atomic
+    monkeypatch.setattr(report, "write_atomic", full)
     failures = 0
     for _ in range(600):
         try:
@@ -403,7 +403,7 @@ def test_a_full_disk_leaves_the_file_as_it_is(
             failures += 1
     assert 0 < failures < 10, "it does not try at each line"
     assert len(long.ages_s()) == 600
-    monkeypatch.setattr(metrics_file, "write_atomic", with_room)
+    monkeypatch.setattr(report, "write_atomic", with_room)
     long.write(seconds=400)
     assert len(long.ages_s()) < 600
 
@@ -413,4 +413,4 @@ def test_lines_of_a_host_whose_clock_is_behind_stay() -> None:
         json.dumps({"kind": "train", "time": when}, separators=(",", ":")).encode()
         for when in (5000.0, 5001.0, 4000.0, 4001.0)
     ]
-    assert metrics_file.thinned(text, 4001.0) == text
+    assert report.thinned(text, 4001.0) == text

@@ -12,8 +12,7 @@ from dni_runtime.files import write_atomic
 from dni_runtime.run.documents.records import RunRecord
 from dni_runtime.run.documents.reports import ChainStart, Report
 from dni_runtime.run.rundir import RunDir
-from dni_runtime.worker.options import by_rank, chain_start, load_spec
-from dni_runtime.worker.rank import JOB_INDEX, worker_of_rank
+from dni_runtime.worker.options import JOB_INDEX, by_rank, chain_start, load_spec, worker_of_rank
 from dni_runtime.worker.start import WorkerStart
 from tests.unit.worker.test_resume import workers as specs_of
 

@@ -9,7 +9,7 @@ import pytest
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.run.documents.reports import Endpoint
-from dni_runtime.worker.rendezvous import check_reachable, fresh_endpoint
+from dni_runtime.worker.neighbours import check_reachable, fresh_endpoint
 
 
 def test_no_record_yet(tmp_path: Path) -> None:

@@ -20,11 +20,10 @@ from dni_runtime.spec.edge import replica_of
 from dni_runtime.spec.replicas import with_replicas, workers_of
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker import head as head_module
-from dni_runtime.worker.head import Head
+from dni_runtime.worker.head import Head, Insertion, Rounds
 from dni_runtime.worker.ledger import Counts, Ledger, ModuleProgress
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
-from dni_runtime.worker.rounds import Insertion, Rounds
 from dni_runtime.worker.stream import Position, Stream
 
 CHAIN = """\

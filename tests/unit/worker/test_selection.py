@@ -12,7 +12,7 @@ from dni_runtime.run.cuts import best_cut
 from dni_runtime.run.documents.best import Best
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import DataInfo, SelectionRole
-from dni_runtime.worker.selection import Selection
+from dni_runtime.worker.evaluations import Selection
 from tests.specs import float32, int64, linear, specs_of
 
 CHAIN = "name: small\nmetrics: [accuracy]\n%s\n" + linear(6, 5, 3)

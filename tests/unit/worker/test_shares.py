@@ -18,7 +18,7 @@ from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec, parse_chain
 from dni_runtime.spec.replicas import with_replicas, workers_of
 from dni_runtime.wire import Mark
-from dni_runtime.worker import shares
+from dni_runtime.worker import evaluations
 from dni_runtime.worker.evaluations import Evaluations
 from dni_runtime.worker.ledger import Counts, Ledger, ModuleProgress
 from dni_runtime.worker.metrics import MetricsWriter
@@ -59,7 +59,7 @@ class Replica:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr(shares, "GATHER_MS", 0)
+    monkeypatch.setattr(evaluations, "GATHER_MS", 0)
     made = RunDir(tmp_path)
     made.create()
     return made

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dni_runtime.wire import Mark
-from dni_runtime.worker.shutdown import ASK_AGAIN_S, REQUEST_AFTER_S, Shutdown
+from dni_runtime.worker.farewell import ASK_AGAIN_S, REQUEST_AFTER_S, Shutdown
 
 GRACE_S = 30.0
 

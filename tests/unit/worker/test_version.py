@@ -15,8 +15,7 @@ from dni_runtime.run.rundir import RunDir
 from dni_runtime.wire import PROTOCOL_VERSION
 from dni_runtime.worker.main import serve
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.start import WorkerStart
-from dni_runtime.worker.version import STARTED_WITH, replaced, this_version
+from dni_runtime.worker.start import STARTED_WITH, WorkerStart, replaced, this_version
 from tests.unit.worker.test_resume import workers
 
 

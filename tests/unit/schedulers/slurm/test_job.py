@@ -6,7 +6,7 @@ import pytest
 
 from dni_runtime.run.documents.state import RunPhase, RunState
 from dni_runtime.schedulers.slurm.commands import JobInfo
-from dni_runtime.schedulers.slurm.job import judge
+from dni_runtime.schedulers.slurm.scheduler import judge
 
 
 @pytest.mark.parametrize(
