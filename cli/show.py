@@ -66,7 +66,6 @@ class Column(Generic[Row]):
     in_json: bool = True
 
     def figure(self, row: Row) -> Any:
-        """Return the figure of a row."""
         if callable(self.of):
             return self.of(row)
         name = self.of or self.key
@@ -92,7 +91,6 @@ def documents(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> list[dict[
 
 
 def table(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> Table:
-    """Return a plain table."""
     from rich.table import Table
     from rich.text import Text
 
@@ -129,7 +127,6 @@ def answer(document: Mapping[str, Any], line: str, *, as_json: bool) -> None:
 
 
 def state(word: str) -> RenderableType:
-    """Return a state in its colour."""
     from rich.text import Text
 
     return Text(printable(word), style=STYLES.get(word, ""))

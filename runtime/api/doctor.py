@@ -51,8 +51,6 @@ _PROGRAMS = {
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check."""
-
     name: str
     status: Status  # ``warning``: works with limits
     detail: str  # the finding

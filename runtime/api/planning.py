@@ -32,7 +32,6 @@ class PlannedRun:
     plan: LaunchPlan
 
     def create(self) -> RunDir:
-        """Write its directory."""
         settings = self.settings
         run = create_run(
             settings.run,

@@ -227,7 +227,6 @@ class Backprop(_OneProcess):
         self._micro_batches = 1 if workers[0].head is None else workers[0].head.micro_batches
 
     def train_batch(self, x: Inputs, y_BY: Tensor) -> Tensor:
-        """Train on one batch; return the loss."""
         total = torch.zeros((), device=self.device)
         x, y_BY = self._placed(x, y_BY)
         for part, some, y in parts_of(x, y_BY, self._micro_batches, self.loss):

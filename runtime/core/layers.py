@@ -170,7 +170,6 @@ def load_initial(layers: nn.Module, file: Path, prefix: str = "") -> None:
 
 
 def build_layer(layer: LayerSpec, location: Location = ()) -> nn.Module:
-    """Build one layer or block; see :func:`build_layers`."""
     if layer.type == "Sequential":
         return build_layers(layer.layers, (*location, "Sequential"))
     if layer.type == "Residual":

@@ -118,7 +118,6 @@ class TorchMetric:
         )
 
     def add(self, p_BP: Tensor, y_BY: Tensor) -> None:
-        """Count one batch."""
         if p_BP.dtype in (torch.bfloat16, torch.float16):
             p_BP = p_BP.float()
         if self._loss.class_axis is None:

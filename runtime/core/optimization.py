@@ -127,7 +127,6 @@ class Optimization:
         self.step()
 
     def step(self) -> None:
-        """Update the weights by the gradients."""
         if self.before_step is not None:
             self.before_step(self.parameters)
         gradients = (p.grad for p in self.parameters if p.grad is not None)
@@ -256,7 +255,6 @@ def freeze(layers: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def trained_parameters(layers: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters that are trained, by name."""
     return ((name, p) for name, p in layers.named_parameters() if p.requires_grad)
 
 

@@ -148,7 +148,6 @@ class _SavedTensor:
         self.value, self.version, self.changed = tensor.detach(), tensor._version, False
 
     def tensor(self) -> Tensor:
-        """The tensor that was saved."""
         if self.changed:
             raise RuntimeError(f"{IN_PLACE}: one of the sizes {[*self.value.shape]}")
         return self.value
@@ -162,7 +161,6 @@ class _View:
         self._as = saved.size(), saved.stride(), saved.storage_offset()
 
     def tensor(self) -> Tensor:
-        """The tensor that was saved."""
         return self._memory.as_strided(*self._as)
 
 
@@ -212,7 +210,6 @@ class KeptBatches:
 
     @property
     def numbers(self) -> set[int]:
-        """The batches' numbers."""
         return {kept.number for kept in self._kept.values()}
 
     @property

@@ -225,7 +225,6 @@ def _choices(value: Any, location: Location) -> list[Choice]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a name in a spec."""
     return cast("torch.dtype", getattr(torch, name))
 
 

@@ -60,7 +60,6 @@ class _Images:
         return MemorySplit(x_NCHW, y_N, mean_C11, std_C11)
 
     def info(self, train_samples: int | None, eval_samples: int | None) -> DataInfo:
-        """Describe the set."""
         return DataInfo(
             sample=TensorSpec(shape=self.shape, dtype="float32"),
             label=TensorSpec(shape=(), dtype="int64"),

@@ -72,7 +72,6 @@ class MemorySplit(Split):
         return len(self.x)
 
     def batch(self, order_B: Tensor) -> Batch:
-        """Return the samples of these numbers."""
         x = self.x.index_select(0, order_B)
         if x.dtype == torch.uint8:
             x = x.to(torch.float32)
@@ -83,7 +82,6 @@ class MemorySplit(Split):
         return x, self.y.index_select(0, order_B)
 
     def classes(self) -> Tensor | None:
-        """Return each sample's class."""
         return self.y if self.y.dtype == torch.int64 and self.y.dim() == 1 else None
 
 
@@ -97,17 +95,14 @@ class Halves(Split):
 
     @property
     def slow(self) -> bool:  # type: ignore[override]  # of one class elsewhere
-        """Whether one of them is slow."""
         return any(half.slow for half in self._there)
 
     @property
     def draws(self) -> bool:  # type: ignore[override]  # likewise
-        """Whether one of them draws."""
         return any(half.draws for half in self._there)
 
     @property
     def ordered(self) -> bool:  # type: ignore[override]  # likewise
-        """Whether one of them is ordered."""
         return any(half.ordered for half in self._there)
 
     @property
@@ -118,13 +113,11 @@ class Halves(Split):
         return len(self._there[0])
 
     def batch(self, order_B: Tensor) -> Batch:
-        """Return the samples and labels of these numbers."""
         nothing = no_labels(len(order_B))
         x = nothing if self.samples is None else self.samples.batch(order_B)[0]
         return x, nothing if self.labels is None else self.labels.batch(order_B)[1]
 
     def classes(self) -> Tensor | None:
-        """Return each sample's class."""
         return self._there[0].classes()
 
     def in_epoch(self, rng: np.random.Generator) -> Halves:

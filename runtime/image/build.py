@@ -31,8 +31,6 @@ from dni_runtime.spec import ImageSpec
 
 @dataclass(frozen=True, slots=True)
 class BuildResult:
-    """Result of a build."""
-
     lock: ImageLock
     path: Path  # of the lock
     built: tuple[str, ...]  # modules whose images were built or signed

@@ -17,8 +17,6 @@ from dni_runtime.image.wheels import sha256_file
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Result of verifying an image."""
-
     image: Path
     sha256: str  # of the file, as in the lock
     signed: bool  # a signature was checked and is valid
@@ -26,8 +24,6 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Labels and spec of an image."""
-
     image: Path
     labels: dict[str, str]  # ours, without prefix
     module: dict[str, Any]  # the worker's spec

@@ -27,8 +27,6 @@ class Wheel(_LockModel):
 
 
 class LockedBase(_LockModel):
-    """The base image."""
-
     content: str  # hash of its inputs (definition, wheels); its name in the cache
     sha256: str  # of the image file
     definition_sha256: str
@@ -38,8 +36,6 @@ class LockedBase(_LockModel):
 
 
 class LockedImage(_LockModel):
-    """A module's image."""
-
     image: str  # file name, in the lock's folder
     sha256: str  # of the file
     size_bytes: int
@@ -62,7 +58,6 @@ class ImageLock(_LockModel):
 
 
 def read_lock(folder: Path) -> ImageLock | None:
-    """Return the lock in a folder of images, or None if there is none."""
     path = folder / LOCK_NAME
     try:
         return ImageLock.model_validate_json(path.read_bytes())

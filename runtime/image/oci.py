@@ -68,7 +68,6 @@ class Descriptor(_Document):
     annotations: dict[str, str] | None = None
 
     def note(self, name: str) -> str | None:
-        """Return an annotation."""
         return (self.annotations or {}).get(name)
 
 
@@ -100,7 +99,6 @@ class Layout:
         self.root = root
 
     def create(self) -> Layout:
-        """Make the folder, if it is not there."""
         self._blobs.mkdir(parents=True, exist_ok=True)
         marker = self.root / "oci-layout"
         if not marker.exists():
@@ -128,7 +126,6 @@ class Layout:
         return False
 
     def add(self, content: bytes, media_type: str, notes: Mapping[str, str] = {}) -> Descriptor:
-        """Store a blob."""
         return self.add_chunks(lambda: (content,), media_type, notes)
 
     def add_chunks(
@@ -137,7 +134,6 @@ class Layout:
         media_type: str,
         notes: Mapping[str, str] = {},
     ) -> Descriptor:
-        """Store a large blob."""
         sha256, size = hashlib.sha256(), 0
         for chunk in content():
             sha256.update(chunk)
@@ -211,7 +207,6 @@ class Layout:
         write_atomic(self._index, Index(manifests=manifests).encode(), mode=0o644)
 
     def manifests(self, index: Descriptor) -> tuple[Index, tuple[Manifest, ...]]:
-        """Return an index and its manifests."""
         document = Index.parse(self.read(index), f"index {index.digest}")
         return document, tuple(
             Manifest.parse(self.read(one), f"manifest {one.digest}") for one in document.manifests

@@ -27,8 +27,6 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """Options of a build."""
-
     out: Path  # of the module images and of dni.lock
     cache: Path  # of wheels and base images
     folder: Path  # the chain's, base of relative paths in the spec
@@ -52,8 +50,6 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
-    """The plan of one module's image."""
-
     module: ModuleBuild
     files: Mapping[str, bytes]  # its layer
     content: str | None  # hash of the image's inputs; None while the base's hash is not known
@@ -64,8 +60,6 @@ class ModulePlan:
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """The plan of all images."""
-
     base: BasePlan
     modules: tuple[ModulePlan, ...]
 

@@ -40,8 +40,6 @@ MOST_READ_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class SifObject:
-    """One object in a SIF file."""
-
     id: int
     start: int  # bytes
     size: int
@@ -79,7 +77,6 @@ def parse_list(text: str) -> list[SifObject]:
 
 
 def objects(tool: Apptainer, image: Path) -> list[SifObject]:
-    """Return the objects in a SIF file."""
     try:
         argv = sif_argv(tool, "list", str(image.absolute()))
         return parse_list(apptainer.capture(argv, what="reading"))
@@ -107,7 +104,6 @@ def append_layer(
 
 
 def new_image(tool: Apptainer, image: Path) -> None:
-    """Make a SIF file without content."""
     apptainer.capture(sif_argv(tool, "new", str(image)), what=f"making {image.name}")
 
 

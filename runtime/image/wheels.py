@@ -157,13 +157,11 @@ def cache_key(
 
 
 def sha256_file(path: Path) -> str:
-    """Return the SHA-256 of a file, as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def scan(folder: Path) -> tuple[Wheel, ...]:
-    """Return the wheels in a folder."""
     wheels = []
     for path in sorted(folder.glob("*.whl")):
         name, version, _build, _tags = parse_wheel_filename(path.name)

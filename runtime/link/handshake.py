@@ -31,7 +31,6 @@ class Hello:
     attempt: int = 1  # of its module
 
     def body(self) -> dict[str, Body]:
-        """As a message's body."""
         return {
             "session": self.session,
             "number": self.number,
@@ -70,7 +69,6 @@ class Refusal:
     yours: str = ""  # at the end that is refused
 
     def body(self) -> dict[str, Body]:
-        """As a message's body."""
         return {"field": self.field, "mine": self.mine, "yours": self.yours}
 
     @classmethod

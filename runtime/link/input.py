@@ -54,7 +54,6 @@ class Answers:
         self._welcomed = ("", 0)  # session and number of the newest HELLO that was answered
 
     def ack(self) -> None:
-        """Send the newest acknowledgement."""
         self.ack_due = True
         self.send_due()
 
@@ -98,7 +97,6 @@ class Answers:
         self.drained(self._drained)
 
     def request(self, what: str) -> None:
-        """Ask the head for something."""
         message = Message(Kind.REQUEST, self._run, self._module, body={"what": what})
         self._requests.append(encode(message))
         self.send_due()

@@ -11,8 +11,6 @@ from dni_runtime.wire import Mark, Mode, Part, Rows
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch of the stream."""
-
     id: int  # its position
     epoch: int
     mode: Mode
@@ -31,8 +29,6 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A marker of the stream."""
-
     id: int  # its position
     epoch: int
     mark: Mark
@@ -40,8 +36,6 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A true gradient."""
-
     id: int  # of the batch
     g: Tensor  # dL_b/dh_b per sample [B, *output], in the module's compute type
 

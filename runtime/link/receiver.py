@@ -47,8 +47,6 @@ INVITED_KEPT = 64
 
 
 class Receiver:
-    """State of an input end."""
-
     def __init__(
         self,
         contract: LinkContract,

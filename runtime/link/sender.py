@@ -67,8 +67,6 @@ class State(Enum):
 
 
 class Sender:
-    """State of an output end."""
-
     def __init__(
         self,
         contract: LinkContract,
@@ -101,7 +99,6 @@ class Sender:
 
     @property
     def state(self) -> State:
-        """Progress of the handshake."""
         return self._state
 
     @property
@@ -153,7 +150,6 @@ class Sender:
         return new
 
     def bye(self) -> list[Buffer]:
-        """Return the frames of BYE."""
         return encode(Message(Kind.BYE, self.run, self.contract.source))
 
     def add(self, message: Message, samples: int | None = None, *, force: bool = False) -> None:

@@ -38,8 +38,6 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """One training."""
-
     method: str  # its label, or ``backprop``
     seed: int  # the chain's
     points: tuple[Point, ...]

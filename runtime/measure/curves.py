@@ -19,8 +19,6 @@ _WRITTEN = 25
 
 
 class Panel(NamedTuple):
-    """One part of a picture."""
-
     x: str  # name of its axis
     y: str
     curves: Mapping[str, Sequence[tuple[float, float]]]  # points by label

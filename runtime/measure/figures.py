@@ -59,8 +59,6 @@ class ModuleFigures(TrainingFigures):
 
 
 class RunFigures(Document):
-    """Figures of a run."""
-
     run: str
     path: str  # its directory
     chain: str

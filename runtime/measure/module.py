@@ -38,8 +38,6 @@ _BATCHES = 4
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and range of several measurements."""
-
     median: float
     low: float
     high: float

@@ -77,7 +77,6 @@ class Peer:
 
     @property
     def key(self) -> bytes:
-        """Its public key."""
         if self._key is None:
             self._key = str(self.answer(_START_S)["public_key"])
         return self._key.encode()

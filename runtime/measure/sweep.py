@@ -25,8 +25,6 @@ _MOST = 1000
 
 @dataclass(frozen=True)
 class Variant:
-    """One run of a sweep."""
-
     run: str  # its name
     settings: Mapping[str, Any]  # by their paths
     prepared: CheckedChain
@@ -34,8 +32,6 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run."""
-
     run: str
     path: str  # its directory
     state: str

@@ -37,8 +37,6 @@ class Cut:
 
 @dataclass(frozen=True)
 class Program:
-    """A network's operations."""
-
     spec: NetworkSpec
     train: Trace
     eval: Trace
@@ -119,7 +117,6 @@ class Program:
         return "\n  ".join(told) or None
 
     def cut(self, name: str) -> Cut:
-        """Return the cut of a name."""
         if name not in self.cuts:
             raise SpecError(
                 f"{self.spec.target} cannot be cut after {name!r}", hint=self._near(name)

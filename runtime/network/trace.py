@@ -176,7 +176,6 @@ class Trace:
         return {path: span for path, span in spans.items() if len(calls[path]) == 1}
 
     def number(self, node: fx.Node) -> int:
-        """Return the number of an operation."""
         return self._order[node]
 
     def is_size(self, node: fx.Node) -> bool:

@@ -30,8 +30,6 @@ from dni_runtime.split.network import read_state_dict
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file."""
-
     file: Path
     key: str  # its name there
     shape: tuple[int, ...]

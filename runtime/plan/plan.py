@@ -114,8 +114,6 @@ _FORMAT = 3
 
 @dataclass(frozen=True)
 class Need:
-    """The resources that one module needs."""
-
     module: str
     cpus: int = 1
     gpus: int = 0
@@ -166,8 +164,6 @@ class WorkerPlan(WorkerStart):
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How a run's workers are started."""
-
     run: str  # the directory
     backend: Backend
     sockets: str  # folder, for ipc
@@ -199,12 +195,10 @@ class LaunchPlan:
         return self.workers[0].resume
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as a JSON document."""
         return {"format": _FORMAT, **_PLAN.dump_python(self, mode="json")}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> LaunchPlan:
-        """Return the plan in a document of :meth:`to_json`."""
         if document.get("format") != _FORMAT:
             raise DataError(
                 "not a launch plan of this version of dni-runtime",
@@ -219,7 +213,6 @@ class LaunchPlan:
 
     @classmethod
     def read(cls, run: RunDir) -> LaunchPlan:
-        """Return the plan in a run directory."""
         document = read_json(run.plan)
         if document is None:
             raise UsageError(f"{str(run.root)!r} holds no launch plan")

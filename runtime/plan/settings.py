@@ -106,7 +106,6 @@ class StartRequest:
 
 
 def make_plan(request: StartRequest) -> LaunchPlan:
-    """Plan the start of all workers."""
     chain, workers = request.chain, request.workers
     settings, site = request.settings, request.site
     changing = [

@@ -47,11 +47,6 @@ class Address:
         return self.digest or self.tag
 
 
-def is_address(text: str) -> bool:
-    """Whether a release in a registry is meant."""
-    return text.startswith("oci://")
-
-
 def parse_local(text: str) -> tuple[str, str]:
     """Return name and version of a release; raises ``UsageError``."""
     parsed = parse_name(text)

@@ -44,8 +44,6 @@ def _silent(blob: Descriptor, count: int) -> None:
 
 
 class Repository:
-    """One repository of a registry."""
-
     def __init__(self, address: Address, *, plain_http: bool = False) -> None:
         self.address = address
         self._session = requests.Session()

@@ -36,7 +36,6 @@ class KeyPair:
 
     @classmethod
     def new(cls) -> KeyPair:
-        """Make a new pair."""
         try:
             return cls(*zmq.curve_keypair())
         except zmq.ZMQError as error:

@@ -27,7 +27,6 @@ class Record(RunRecord):
 
     @property
     def run(self) -> RunDir:
-        """The run directory."""
         return self._run
 
     @classmethod

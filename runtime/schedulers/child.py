@@ -39,7 +39,6 @@ _PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 
 
 def main(mode: str, *arguments: str) -> NoReturn:
-    """Run the command line."""
     command = list(arguments)
     # A shell's background job ignores these, and so would every program it starts.
     for number in (signal.SIGINT, signal.SIGQUIT):

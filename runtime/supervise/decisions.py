@@ -48,7 +48,6 @@ class Exit:
     repeated: bool = False  # the same error has ended it at the same position before
 
     def ending(self, *, stopping: bool) -> Ending:
-        """Return how the worker has ended."""
         # SIGTERM kills a worker that is still importing torch and has no handler yet.
         obeyed = self.killed or self.exit_code in (0, 128 + signal.SIGTERM)
         if self.lost:  # however its process ended

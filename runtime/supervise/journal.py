@@ -82,7 +82,6 @@ class Journal:
         self.event("checkpoint_damaged", reason=problem)
 
     def write(self) -> None:
-        """Write the state."""
         self.check()
         if self._silent:
             return

@@ -67,7 +67,6 @@ def exchange_spec(spec: WorkerSpec, words: int) -> WorkerSpec:
 
 
 def sync_at(marker: Marker) -> Sync:
-    """Return the point of a marker."""
     return Sync(marker.id, full=marker.mark != Mark.SYNC)
 
 
@@ -95,12 +94,10 @@ class Exchange:
 
     @property
     def links(self) -> tuple[InputLink | OutputLink, ...]:
-        """All its links."""
         return (*self.inputs, *(() if self.output is None else (self.output,)))
 
     @property
     def counters(self) -> LinkCounters:
-        """Counters of all links together."""
         return LinkCounters.total([link.counters for link in self.links])
 
     def greet(self) -> None:
@@ -197,7 +194,6 @@ class Exchange:
             link.finish(max(end_s - time.monotonic(), 0.0))
 
     def close(self) -> None:
-        """Close all links."""
         for link in self.links:
             link.close()
 

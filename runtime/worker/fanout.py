@@ -32,7 +32,6 @@ class Fanout:
 
     @property
     def counters(self) -> LinkCounters:
-        """Counters of all links together."""
         return LinkCounters.total([link.counters for link in self.links])
 
     @property
@@ -166,7 +165,6 @@ class Fanout:
         return [Drain(until)]
 
     def close(self) -> None:
-        """Close all links."""
         for link in self.links:
             link.close()
 

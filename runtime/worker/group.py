@@ -129,7 +129,6 @@ class FolderStore(Store):
             self.get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether there are values for all keys."""
         return all(self._file(key).exists() for key in keys)
 
     def _file(self, key: str) -> Path:

@@ -40,7 +40,6 @@ class Insertion:
 
     @classmethod
     def of(cls, line: MarkRequest) -> Self:
-        """Return what a line of a file says."""
         return cls(line.id, Mark(line.mark), line.ends, line.samples)
 
 
@@ -99,7 +98,6 @@ class Rounds:
         return None if self._last < self.passed else self._result(self.passed)
 
     def _of(self, number: int) -> dict[str, Insertion]:
-        """Return the lines of a round."""
         return {name: lines[number] for name, lines in self._lines.items() if number in lines}
 
     def _result(self, number: int) -> Insertion | None:

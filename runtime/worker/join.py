@@ -52,7 +52,6 @@ class Join:
 
     @property
     def counters(self) -> LinkCounters:
-        """Counters of all links together."""
         total = LinkCounters.total([link.counters for link in self.links])
         total.gaps += self._left_out
         return total
@@ -150,7 +149,6 @@ class Join:
                 return
 
     def close(self) -> None:
-        """Close all links."""
         for link in self.links:
             link.close()
 

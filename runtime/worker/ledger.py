@@ -73,7 +73,6 @@ class ModuleProgress:
 
     @property
     def samples(self) -> int:
-        """Training samples so far."""
         return self.counts.samples
 
 
@@ -165,7 +164,6 @@ class Ledger:
         return json.dumps(vars(counts) | {"evaluation": {_FILE: beside.name}}).encode()
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -173,7 +173,6 @@ class WorkerLinks:
                 self.neighbours.connect(first)
 
     def close(self) -> None:
-        """Close all links."""
         for link in (self.output, self.input, self.exchange):
             if link is not None:
                 link.close()

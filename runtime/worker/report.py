@@ -85,7 +85,6 @@ class ReportWriter:
         return repeating("report", REPORT_S, self.write)
 
     def write(self) -> None:
-        """Write it now."""
         with self._lock:
             try:
                 later = Report.read(self._path).attempt if self._shown else 0

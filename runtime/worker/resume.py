@@ -43,8 +43,6 @@ _LAG_S = 4.0
 
 @dataclass
 class Start:
-    """Where a worker starts."""
-
     cut: int = 0  # id up to which the module has been trained
     again: bool = False  # only this module has been restarted
     first_id: int = 1  # that the head sends

@@ -99,7 +99,6 @@ class StopRequest:
             pass
 
     def close(self) -> None:
-        """Close the descriptors."""
         self._read.close()
         self._write.close()
 

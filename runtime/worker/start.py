@@ -116,7 +116,6 @@ class WorkerStart:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the worker's command line."""
     p = argparse.ArgumentParser(
         prog="dni-worker", description="Serves one module of a chain.", epilog=EPILOG
     )

@@ -73,7 +73,6 @@ def resolve_interface(choice: Choice, location: Location = ()) -> ResolvedInterf
 def build_interface(
     choice: Choice, boundary: Boundary, location: Location = ()
 ) -> GradientInterface:
-    """Make a gradient interface for a module's output."""
     cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
     options = parse_options(cls.Options, choice, location)
     interface: GradientInterface = build_part(cls, boundary, options, *location, choice.name)

@@ -251,7 +251,6 @@ _LOCATION: Location = ("replication", "compression")
 
 
 def build_compression(choice: Choice, shapes: Sequence[Sequence[int]]) -> Compression:
-    """Make a compression of tensors of these sizes."""
     cls = find_class(choice.name, "compression", COMPRESSIONS, Compression, _LOCATION)
     made: Compression = cls(parse_options(cls.Options, choice, _LOCATION), shapes)
     return made

@@ -278,7 +278,6 @@ class SharedWeights:
             strategy.applied_N[replica] = id
 
     def take(self, answer: ReplicaMessage) -> None:
-        """Take the first replica's answer."""
         self.strategy.asked = answer.asks
         row = answer.row
         if row is None:

@@ -357,11 +357,9 @@ _LOCATION: Location = ("replication", "strategy")
 
 
 def find_strategy(choice: Choice) -> type[Strategy]:
-    """Return the class of a strategy."""
     return find_class(choice.name, "strategy", STRATEGIES, Strategy, _LOCATION)
 
 
 def build_strategy(choice: Choice, start_P: Tensor) -> Strategy:
-    """Make a strategy that begins with these parameters."""
     cls = find_strategy(choice)
     return cls(parse_options(cls.Options, choice, _LOCATION), start_P)

@@ -50,7 +50,6 @@ class Document(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
     def write(self, path: Path, *, durable: bool = True) -> None:
-        """Write the file."""
         write_json(path, self.model_dump(mode="json", by_alias=True), durable=durable)
 
     def append(self, path: Path) -> int:

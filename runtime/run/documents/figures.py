@@ -44,11 +44,9 @@ class Histogram(Document):
 
     @classmethod
     def of(cls, bounds: Sequence[float]) -> Histogram:
-        """Return one without values."""
         return cls(bounds=tuple(bounds), counts=[0] * (len(bounds) + 1))
 
     def add(self, value: float) -> None:
-        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 

@@ -42,8 +42,6 @@ _ERROR, _END_BYTES = 500, 3500  # characters, of at most six bytes in JSON; with
 
 @dataclass
 class ModuleState:
-    """State of one worker."""
-
     state: WorkerPhase = "new"  # while it runs, as it reports itself
     attempt: int = 0  # number of this start of the module
     pid: int | None = None  # in containers: of the process that watches it
@@ -56,8 +54,6 @@ class ModuleState:
 
 @dataclass
 class RunState:
-    """State of a run."""
-
     # Three phases are never written but found by readers: ``unsupervised`` and ``lost`` (the
     # supervisor is gone, with or without running workers) and ``queued`` (the job waits,
     # ``launch.slurm.job``).

@@ -89,7 +89,6 @@ class Objects:
 
     @property
     def modules(self) -> dict[str, list[str]]:
-        """The workers of each module."""
         return replicas_of([worker.module for worker in self.workers])
 
     def manifests(self) -> dict[str, list[Manifest]]:
@@ -271,7 +270,6 @@ class Objects:
 
 
 def secret_volume(name: str) -> Manifest:
-    """Return a volume of a Secret's files."""
     return {"secret": {"secretName": name, "defaultMode": 0o400}}
 
 

@@ -24,8 +24,6 @@ class UncertainError(UnavailableError):
 
 @dataclass(frozen=True)
 class JobInfo:
-    """Slurm's information on a job."""
-
     state: str  # such as ``PENDING`` or ``TIMEOUT`` (squeue(1), "job state codes")
     reason: str = ""  # why it waits or ended
     nodes: str = ""  # in Slurm's notation

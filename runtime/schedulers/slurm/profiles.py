@@ -58,7 +58,6 @@ def override(profile: ProfileSpec, settings: Mapping[str, str | None]) -> Profil
 
 
 def parse_profile(text: str, *, file: str) -> ProfileSpec:
-    """Check a profile's text."""
     document, lines = parse_yaml(text, file)
     try:
         return ProfileSpec.model_validate({} if document is None else document)

@@ -27,8 +27,6 @@ NO_KILL = "--no-kill"
 
 @dataclass(frozen=True)
 class JobRequest:
-    """The settings of a job."""
-
     run: Path  # the directory
     chain: str  # its name
     needs: tuple[Need, ...]  # of the modules, head first
@@ -44,7 +42,6 @@ class JobRequest:
         return max(self.nodes) + 1
 
     def on(self, node: int) -> list[Need]:
-        """Return the modules on a node."""
         return [need for need, at in zip(self.needs, self.nodes, strict=True) if at == node]
 
     def largest(self, what: str) -> int:
@@ -130,7 +127,6 @@ def placement_lines(request: JobRequest) -> list[str]:
 
 
 def render_script(request: JobRequest) -> str:
-    """Return the batch script."""
     template = (files("dni_runtime.definitions") / "batch.sbatch.j2").read_text(encoding="utf-8")
     environment = Environment(
         undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
