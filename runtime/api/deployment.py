@@ -126,11 +126,7 @@ def _images(source: Path, settings: Settings) -> Path:
 
 
 def _early_exits(run: Run, cut: int, settings: Settings) -> dict[str, ExitRole]:
-    """Return the exits at which samples are to leave, by module.
-
-    Raises:
-        UsageError: They have not been measured.
-    """
+    """Return the exits at which samples are to leave, by module."""
     points, confidence = settings.exit_accuracy, settings.exit_confidence
     if points is None and confidence is None:
         return {}

@@ -159,10 +159,7 @@ def inputs_of(
     data: Sequence[Tensor],
     down: Carry = _unchanged,
 ) -> tuple[Tensor, ...]:
-    """Return a module's inputs of a batch, those of the data last.
-
-    ``outputs`` are those of the modules before it.
-    """
+    """Return a module's inputs of a batch, those of the data last."""
     activations = [
         down(number, taken(h_BH, above.outputs, edge))
         for edge in workers[index].sources

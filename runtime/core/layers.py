@@ -114,10 +114,7 @@ def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequentia
 
 
 def _build_sized(layers: Sequence[LayerSpec], inputs: Sequence[TensorSpec]) -> nn.Sequential:
-    """Build layers that do not change their input, and infer the sizes of lazy ones.
-
-    ``given`` has one sample of each of their inputs.
-    """
+    """Build layers that do not change their input, and infer the sizes of lazy ones."""
     built = build_layers(layers, ("layers",))
     lazy = [p for p in built.parameters() if isinstance(p, UninitializedParameter)]
     if lazy:

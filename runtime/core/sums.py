@@ -28,10 +28,7 @@ class GradientSum:
         self._parts: OrderedDict[int, list[_Part]] = OrderedDict()
 
     def add(self, id: int, place: int, g_BH: Tensor) -> Tensor | None:
-        """Add one module's gradient of a batch; return the sum if all have come, else None.
-
-        ``place`` is the module's number among the consumers, from 0.
-        """
+        """Add one module's gradient of a batch; return the sum if all have come, else None."""
         if self._consumers == 1:
             return g_BH
         parts = self._parts.setdefault(id, [])

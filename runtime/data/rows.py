@@ -85,11 +85,7 @@ class UserSplit(Split):
         return classes_N.to(torch.int64) if whole else None
 
     def tensors(self, order_B: Tensor) -> Read:
-        """Return inputs and labels of these samples.
-
-        Raises:
-            DataError: The data set fails, or does not return samples with labels, as numbers.
-        """
+        """Return inputs and labels of these samples."""
         order = order_B.tolist()
         try:
             # As in torch.utils.data.DataLoader: several at once if the data set supports it.

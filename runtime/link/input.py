@@ -28,14 +28,7 @@ _REQUESTS_KEPT = 64
 
 
 class Answers:
-    """Gradients, then requests and DRAINED, then an acknowledgement.
-
-    What cannot be sent now waits for :meth:`send_due`, in this order: DRAINED promises that
-    gradients have been sent. A gradient waits only if a module upstream waits for it.
-
-    ``resend`` is the number of gradients to send again after WELCOME; 0: none is waited for.
-    ``send`` returns whether it could send.
-    """
+    """Gradients, then requests and DRAINED, then an acknowledgement."""
 
     def __init__(
         self, receiver: Receiver, *, resend: int, send: Callable[[list[Buffer]], bool]

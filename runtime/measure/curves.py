@@ -26,10 +26,7 @@ class Panel(NamedTuple):
 
 
 def draw_curves(title: str, panels: Sequence[Panel]) -> Figure:
-    """Draw panels side by side; the first of several curves is the baseline, which is dashed.
-
-    Raises ``UnavailableError`` if matplotlib is not installed.
-    """
+    """Draw panels side by side; the first of several curves is the baseline, which is dashed."""
     figure = _figure(4.5 * max(len(panels), 1), 3.6)
     for number, panel in enumerate(panels, 1):
         axes = figure.add_subplot(1, len(panels), number)
@@ -53,10 +50,7 @@ def draw_curves(title: str, panels: Sequence[Panel]) -> Figure:
 
 
 def draw_matrix(counts: Sequence[Sequence[int]]) -> Figure:
-    """Draw a confusion matrix: a row for each label, shaded by its share, with the counts.
-
-    Raises ``UnavailableError`` if matplotlib is not installed.
-    """
+    """Draw a confusion matrix: a row for each label, shaded by its share, with the counts."""
     classes = len(counts)
     side = min(max(0.45 * classes, 3.0), 12.0)
     figure = _figure(side + 1.0, side)

@@ -194,10 +194,7 @@ def _bytes(tensors: Iterable[TensorSpec]) -> dict[str, int]:
 
 
 def draw_exits(title: str, exits: Exits) -> Figure:
-    """Draw how often answers of like confidence are right, and what leaving costs.
-
-    Raises ``UnavailableError`` if matplotlib is not installed.
-    """
+    """Draw how often answers of like confidence are right, and what leaving costs."""
     tables = {
         exit.module: list(zip(exit.confidence, exit.right, strict=True))
         for exit in (exits.exits[-1], *exits.exits[:-1])

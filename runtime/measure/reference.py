@@ -57,10 +57,7 @@ def run_reference(record: Record, threads: int) -> None:
 def opened(
     record: Record, threads: int
 ) -> Iterator[tuple[ChainSpec, tuple[WorkerSpec, ...], Backprop, DataSource]]:
-    """Open a run's chain, its workers' specs, their network in one piece, and the data.
-
-    The network is on the first module's device.
-    """
+    """Open a run's chain, its workers' specs, their network in one piece, and the data."""
     torch.set_num_threads(threads)
     chain, workers = record.specs()
     with importing_from(record.run.sources):

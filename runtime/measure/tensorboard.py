@@ -25,10 +25,7 @@ from dni_runtime.spec.replicas import tails_of
 
 
 def scalars(line: MetricsLine, *, early: bool) -> dict[str, float]:
-    """Return the points of one line of metrics, by tag; what is null has none.
-
-    ``early``: its module is not the tail, so that evaluations are of an early head.
-    """
+    """Return the points of one line of metrics, by tag; what is null has none."""
     points: dict[str, float | None] = {}
     if isinstance(line, EvaluationLine):
         prefix = f"{line.kind}/" if not early else "head/" if line.kind == "eval" else "head/test_"

@@ -33,10 +33,7 @@ _BATCH = 5
 
 
 def trace(spec: NetworkSpec) -> Program:
-    """Trace a network, once in each mode; the result is remembered.
-
-    Errors name the line of the user's code.
-    """
+    """Trace a network, once in each mode; the result is remembered."""
     build = find_attribute(spec.target, "network", ())
     return _traced(spec.model_dump_json(by_alias=True), build)
 

@@ -84,10 +84,7 @@ def balance_chain(path: Path, balance: Balance = "time", links: str = "fast") ->
 
 
 def balance_run(record: Record, balance: Balance = "time", links: str = "fast") -> Proposal:
-    """Find better cuts for a run, by how long a batch took where its modules ran.
-
-    ``links`` is ``fast`` or ``slow``.
-    """
+    """Find better cuts for a run, by how long a batch took where its modules ran."""
     run = record.run
     text = run.chain_file.read_text("utf-8")
     chain = parse_chain(text, file=str(run.chain_file))

@@ -46,10 +46,7 @@ _OF_THE_STREAM = ("dataset", "batch_size", "shuffle", "streams", "train_limit", 
 
 
 def carry_over(prepared: CheckedChain, record: Record, state: RunState) -> CheckedChain:
-    """Have a chain's next run go on from the newest checkpoint of a run with the same layers.
-
-    ``state`` is that run's.
-    """
+    """Have a chain's next run go on from the newest checkpoint of a run with the same layers."""
     record.check_no_release()
     record.compare_versions()
     name = record.name

@@ -40,10 +40,7 @@ Weights = dict[str, dict[str, StoredTensor]]
 
 
 def find_initial(chain: ChainSpec, workers: tuple[WorkerSpec, ...], base: Path) -> Weights:
-    """Find the initial weights that a chain, as written, requests; reads headers only.
-
-    ``base`` is the folder of ``chain.yaml``, where relative paths start.
-    """
+    """Find the initial weights that a chain, as written, requests; reads headers only."""
     weights: Weights = {}
     stored: dict[str, dict[str, StoredTensor]] = {}
     for worker in workers:

@@ -72,10 +72,7 @@ def wanted_placement(chain: ChainSpec, nodes: int | None) -> PlacementSpec:
 def place(
     needs: Sequence[Need], placement: PlacementSpec, *, node: Capacity | None = None
 ) -> tuple[int, ...]:
-    """Place modules, given head first: return the node of each, numbered from 0 without gaps.
-
-    ``node`` has the resources of each node.
-    """
+    """Place modules, given head first: return the node of each, numbered from 0 without gaps."""
     node = Capacity() if node is None else node
     modules = node.modules if placement.per_node is None else placement.per_node
     node = Capacity(node.cpus, node.gpus, node.memory_mib, modules)
@@ -187,10 +184,7 @@ def _why(needs: Sequence[Need], blocks: Sequence[int], node: Capacity) -> str:
 
 
 def crossing(links: Sequence[Sequence[int]], nodes: Sequence[int]) -> list[int | None]:
-    """Return for each worker one that has a link to it over the network, if any.
-
-    ``links`` has for each worker those that have a link to it, ``nodes`` its node.
-    """
+    """Return for each worker one that has a link to it over the network, if any."""
     return [
         next((source for source in sources if nodes[source] != nodes[index]), None)
         for index, sources in enumerate(links)

@@ -33,11 +33,7 @@ class Trust:
 def push(
     store: Store, text: str, address: Address, repository: Repository, progress: Progress
 ) -> Address:
-    """Send a release, with its signature if it has one; return its address, with the digest.
-
-    Raises:
-        UsageError: The registry has another release of this version.
-    """
+    """Send a release, with its signature if it has one; return its address, with the digest."""
     index, version = store.find(text), parse_local(text)[1]
     if address.digest is not None:
         raise UsageError("a push has no digest", hint=f"oci://HOST/NAME:{version}")

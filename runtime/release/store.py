@@ -91,11 +91,7 @@ class Store:
         return Report.model_validate_json(self.layout.read(_layer(_record(manifests), REPORT)))
 
     def check_new(self, index: Descriptor) -> tuple[str, bool]:
-        """Return the name that a release has, and whether it is not yet there.
-
-        Raises:
-            UsageError: Another one has that name.
-        """
+        """Return the name that a release has, and whether it is not yet there."""
         notes = self.layout.manifests(index)[0].annotations or {}
         text = f"{notes.get(TITLE)}:{notes.get(VERSION)}"
         parse_local(text)
@@ -119,12 +115,7 @@ class Store:
         )
 
     def add(self, index: Descriptor) -> str:
-        """Check all of a release, unpack it, and give it the name that it says; return that.
-
-        Raises:
-            UsageError: Another one has that name.
-            ImageError: It is damaged, or no release.
-        """
+        """Check all of a release, unpack it, and give it the name that it says; return that."""
         _, manifests = self.layout.manifests(index)
         text, new = self.check_new(index)
         name, _ = parse_local(text)
@@ -155,11 +146,7 @@ class Store:
         return self.root / ".users" / text
 
     def remove(self, text: str) -> int:
-        """Forget a release; return the bytes that nothing else needed.
-
-        Raises:
-            UsageError: A run or a service that is active here uses it.
-        """
+        """Forget a release; return the bytes that nothing else needed."""
         index, users = self.find(text), self._users(text)
         for note in users.iterdir() if users.is_dir() else ():
             run = RunDir(Path(note.read_text()))

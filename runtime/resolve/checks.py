@@ -120,10 +120,7 @@ def _broadcasts(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
 
 
 def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batches: int) -> None:
-    """Make optimizers, schedules and interfaces once, so that their errors come now.
-
-    ``chain`` is the chain as written, to locate its settings.
-    """
+    """Make optimizers, schedules and interfaces once, so that their errors come now."""
     _check_ties(chain, workers, micro_batches)
     layers = [build_module(worker, "meta") for worker in workers]
     _check_groups(chain, layers)

@@ -255,10 +255,7 @@ NO_GRADIENTS = _Cut()
 def _cuts(
     chain: ChainSpec, interfaces: Sequence[ResolvedInterface | None], micro_batches: int
 ) -> list[_Cut]:
-    """Return what is sent up to each module's output: gradients for it, or to send on.
-
-    The tail has no cut below it.
-    """
+    """Return what is sent up to each module's output: gradients for it, or to send on."""
     cuts: list[_Cut] = []
     graph = chain.graph
     for index, interface in enumerate(interfaces):

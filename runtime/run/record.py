@@ -53,10 +53,7 @@ class Record(RunRecord):
 
     @property
     def owners(self) -> set[int]:
-        """The users to whom its folder, a link to that, and its ``run.json`` belong.
-
-        Raises ``OSError`` if it is gone.
-        """
+        """The users to whom its folder, a link to that, and its ``run.json`` belong."""
         root = self.run.root
         return {status.st_uid for status in (root.lstat(), root.stat(), self.run.record.lstat())}
 

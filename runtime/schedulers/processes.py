@@ -118,10 +118,7 @@ class LocalProcess:
 
 
 class AdoptedProcess:
-    """A worker that is not a child of this process: a former supervisor's, or a fork server's.
-
-    It leads a session.
-    """
+    """A worker that is not a child of this process: a former supervisor's, or a fork server's."""
 
     def __init__(self, module: ModuleState, server: ForkServer | None = None) -> None:
         self.pid = module.pid or 0

@@ -56,10 +56,7 @@ class Journal:
         self.trouble: str | None = None  # why the last write of the state failed
 
     def check(self) -> None:
-        """Check that the run still belongs to this supervisor; if not, never write again.
-
-        Raises ``LeaseError``, once, if it does not.
-        """
+        """Check that the run still belongs to this supervisor; if not, never write again."""
         if self._lease is not None and not self._silent:
             try:
                 self._lease.check()

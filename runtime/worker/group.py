@@ -136,10 +136,7 @@ class FolderStore(Store):
 
 
 class Group:
-    """A replica's part in the process group of its module.
-
-    ``form``, ``mean`` and ``part`` may wait for the other replicas.
-    """
+    """A replica's part in the process group of its module."""
 
     def __init__(
         self,

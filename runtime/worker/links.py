@@ -131,10 +131,7 @@ class WorkerLinks:
         return addresses
 
     def meet(self) -> bool:
-        """Open all links.
-
-        Returns False if this worker was restarted, and a module upstream has finished meanwhile.
-        """
+        """Open all links."""
         after = self._start.again and self._spec.module != FRONT
         if self.input is not None and after and not self._go_on_after(self.input):
             return False

@@ -48,10 +48,7 @@ log = logging.getLogger(__name__)
 
 
 def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
-    """Serve one module until the chain has finished; a stop ends in ``StoppedError``.
-
-    ``began`` is the Unix time of the program's start.
-    """
+    """Serve one module until the chain has finished; a stop ends in ``StoppedError``."""
     spec = load_spec(options)
     run = RunDir(Path(options.run))
     run.create()

@@ -140,11 +140,7 @@ def keyring(start: WorkerStart, run: RunDir, module: str) -> Keyring:
 
 
 def released_weights(spec: WorkerSpec, image: Path = IMAGE_SERVING) -> Path | None:
-    """Return the weights of a release in the module's image; None if it has none.
-
-    Raises:
-        ImageError: They are another module's.
-    """
+    """Return the weights of a release in the module's image; None if it has none."""
     if not image.is_dir():
         return None
     built, module = _read_spec(image / "module.json"), module_of(spec.module)

@@ -96,10 +96,7 @@ class ReportWriter:
                 self._on_error(error)
 
     def check(self) -> None:
-        """Raise ``StoppedError``, once, if a later attempt has taken over.
-
-        That happens if this process was out of reach.
-        """
+        """Raise ``StoppedError``, once, if a later attempt has taken over."""
         if self._later and not self._told:
             self._told = True
             raise StoppedError(f"attempt {self._later} of module {self._module!r} has taken over")

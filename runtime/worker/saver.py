@@ -34,10 +34,7 @@ class StateSaver:
         self._due_s = time.monotonic() + step.spec.snapshot_s
 
     def checkpoint(self, cut: int, *, over: bool, finite: bool) -> None:
-        """Save the module's part of a cut; a state that is not finite replaces no other cut.
-
-        ``over``: the stream ends there.
-        """
+        """Save the module's part of a cut; a state that is not finite replaces no other cut."""
         tensors, contents = self._state(over=over)
         contents = contents if finite else contents | {"finite": False}
         self._writer.write(cut, tensors, contents)

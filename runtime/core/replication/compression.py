@@ -48,11 +48,7 @@ class Compression(nn.Module):
         return sum(self.words(place) for place in range(len(self.sizes)))
 
     def words(self, place: int) -> int:
-        """Return the number of 32-bit words of a tensor.
-
-        Args:
-            place: Its place in the row.
-        """
+        """Return the number of 32-bit words of a tensor."""
         return self.sizes[place]
 
     def compress(self, place: int, x_N: Tensor) -> Tensor:

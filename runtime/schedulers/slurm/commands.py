@@ -188,10 +188,7 @@ def cancel(job: str) -> None:
 
 
 def hostnames(nodelist: str) -> list[str]:
-    """Return the names in a list of nodes such as ``n[1-3]``, exactly as Slurm prints them.
-
-    Raises ``UnavailableError`` if Slurm cannot expand the list.
-    """
+    """Return the names in a list of nodes such as ``n[1-3]``, exactly as Slurm prints them."""
     code, out, err = run_slurm(["scontrol", "show", "hostnames", nodelist])
     names = out.split()
     if code != 0 or not names:
@@ -205,10 +202,7 @@ def own_job() -> str | None:
 
 
 def step_ids(job: str) -> dict[str, str]:
-    """Return the ids (``JOB.STEP``) of a job's running steps by name, the newest of each.
-
-    Raises ``UnavailableError`` if Slurm does not respond.
-    """
+    """Return the ids (``JOB.STEP``) of a job's running steps by name, the newest of each."""
     code, out, err = run_slurm(
         ["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j"]
     )
@@ -229,10 +223,7 @@ def parse_steps(out: str) -> dict[str, str]:
 
 
 def kill_steps(steps: Sequence[str]) -> None:
-    """Kill all processes of steps; ignore steps that have ended.
-
-    Raises ``UnavailableError`` if Slurm does not respond.
-    """
+    """Kill all processes of steps; ignore steps that have ended."""
     if steps:
         code, _, err = run_slurm(["scancel", "--signal=KILL", *steps])
         if code != 0 and not _says_gone(err):
@@ -240,10 +231,7 @@ def kill_steps(steps: Sequence[str]) -> None:
 
 
 def node_shapes(partition: str | None) -> list[NodeShape]:
-    """Return the kinds of nodes in a partition (None: the default one).
-
-    Raises ``UnavailableError`` if Slurm does not respond.
-    """
+    """Return the kinds of nodes in a partition (None: the default one)."""
     code, out, err = run_slurm(["sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G"])
     if code != 0:
         raise _failed("sinfo", err)
