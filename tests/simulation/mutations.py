@@ -12,15 +12,15 @@ from dni_runtime.link import Drain, Marker, handshake, input, output, receiver, 
 from dni_runtime.supervise import pool, stall, supervisor
 from dni_runtime.wire import Mark
 from dni_runtime.worker import (
+    evaluations,
     exchange,
     fanout,
     farewell,
+    head,
     join,
     neighbours,
     resume,
-    rounds,
     server,
-    shares,
 )
 
 
@@ -230,17 +230,17 @@ def means_awaited() -> Any:
 
 def ids_unagreed() -> Any:
     """A replica of the head goes on while the others still say which ids they have used."""
-    return replaced((rounds.Rounds, "holds", lambda self, id: False))
+    return replaced((head.Rounds, "holds", lambda self, id: False))
 
 
 def parts_unawaited() -> Any:
     """The first replica of the tail reports what is there when its own part ends."""
-    real = shares.Shares.others
+    real = evaluations.Shares.others
 
     def others(self: Any, id: int) -> Any:
         return real(self, id) or []
 
-    return replaced((shares.Shares, "others", others))
+    return replaced((evaluations.Shares, "others", others))
 
 
 def counts_left() -> Any:
