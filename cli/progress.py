@@ -89,6 +89,8 @@ class PlainLines:
         self._started: set[str] = set()
 
     def __call__(self, figures: RunFigures) -> None:
+        from dni_runtime.run.documents.state import ACTIVE
+
         for module in figures.modules:
             if module.restarts > self._restarts.get(module.module, 0):
                 self._restarts[module.module] = module.restarts
@@ -98,10 +100,8 @@ class PlainLines:
             elif module.state == "inactive" and module.module in self._started:
                 self._started.remove(module.module)
                 click.echo(f"{module.module}: inactive", err=True)
-        if figures.state != self._phase:
-            self._phase = figures.state
-            why = f": {figures.error}" if figures.state == "stalled" else ""
-            click.echo(f"{figures.run}: {figures.state}{printable(why)}", err=True)
+        if figures.state in ACTIVE:
+            self._tell_phase(figures)
         evaluations = figures.evaluations
         if self._seen is None:  # shown by an earlier attempt
             earlier = [result.time for result in evaluations if result.attempt < figures.attempt]
@@ -113,6 +113,13 @@ class PlainLines:
         if figures.test is not None and figures.test.time > self._seen:
             self._seen = figures.test.time
             click.echo(f"test: {', '.join(evaluation(figures.test))}", err=True)
+        self._tell_phase(figures)
+
+    def _tell_phase(self, figures: RunFigures) -> None:
+        if figures.state != self._phase:
+            self._phase = figures.state
+            why = f": {figures.error}" if figures.state == "stalled" else ""
+            click.echo(f"{figures.run}: {figures.state}{printable(why)}", err=True)
 
     def _line(self, result: Evaluation, figures: RunFigures, *, newest: bool) -> str:
         parts = evaluation(result)

@@ -20,7 +20,7 @@ _BEGINNING = "---\nlibrary_name: dni-runtime\n"
 """Of a card's metadata (Hugging Face Hub, "Model Cards"), by which one is known again."""
 
 _LOADING = {
-    ".safetensors": 'import dni_runtime\n\nmodel = dni_runtime.load("{}")',
+    ".safetensors": 'import dni_runtime\n\nmodel = dni_runtime.load("{}"{trust})',
     ".pt2": 'import dni_runtime\n\nmodel = dni_runtime.load("{}", trust=True)',
     ".onnx": 'import onnxruntime\n\nmodel = onnxruntime.InferenceSession("{}")',
 }
@@ -66,7 +66,10 @@ def write_card(record: Record, cut: int, file: Path, *, state_dict: bool = False
         f"Python {record.versions.python}",
         "exported with": f"dni-runtime {__version__}, torch {torch.__version__}",
     }
+    trust = ""
     for worker in workers:
+        if any(":" in kind or kind == "Piece" for layer in worker.layers for kind in layer.types):
+            trust = ", trust=True"  # loading imports them
         layers = ", ".join(layer.type for layer in worker.layers)
         trained = "" if worker.interface is None else f"; {worker.interface.name} gradients"
         rows[f"module {worker.module}"] = f"{layers}; {worker.optimizer.name}{trained}"
@@ -75,6 +78,6 @@ def write_card(record: Record, cut: int, file: Path, *, state_dict: bool = False
         _BEGINNING + yaml.safe_dump(metadata, sort_keys=False) + "---",
         f"# {record.chain}\n\n| | |\n|---|---|",
         *(f"| {name} | {text} |" for name, text in rows.items()),
-        f"\n```python\n{loading.format(file.name)}\n```\n",
+        f"\n```python\n{loading.format(file.name, trust=trust)}\n```\n",
     ]
     write_atomic(path, "\n".join(lines), mode=0o644)

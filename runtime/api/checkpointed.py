@@ -228,7 +228,8 @@ class Checkpointed:
 
         Args:
             data: Other data: a data set by name or import path, a path, or keys of the chain's
-                ``data`` (``labels: none``: it has none); its evaluation samples are taken.
+                ``data`` (``labels: none``: it has none), such as ``evaluation: {root: …}``; its
+                evaluation samples are taken.
             cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
 
         Raises:
@@ -340,6 +341,7 @@ def _other_data(data: Mapping[str, Any], own: DataSpec | None) -> DataSpec:
     """Return other data, read as ``own`` are, of which all evaluation samples are taken."""
     from pydantic import ValidationError
 
+    from dni_runtime.data.user import paths_in
     from dni_runtime.spec import DataSpec
     from dni_runtime.spec.load import explain_details
 
@@ -350,8 +352,15 @@ def _other_data(data: Mapping[str, Any], own: DataSpec | None) -> DataSpec:
         if ":" in str(data.get("dataset")):  # the network takes the same inputs of its rows
             reading |= {"inputs", "label", "collate"}
         kept = own.model_dump(include=reading if "dataset" in data else None, exclude=limits)
+    changed = dict(data)
+    for part in ("args", "train", "evaluation"):
+        if not isinstance(given := data.get(part), Mapping):
+            continue
+        if "path" not in data:
+            given = {**given, **{key: str(at) for key, at in paths_in(given, Path.cwd()).items()}}
+        changed[part] = {**(kept.get(part) or {}), **given}
     try:
-        return DataSpec.model_validate({**kept, **data})
+        return DataSpec.model_validate({**kept, **changed})
     except ValidationError as error:
         where, what, hint = explain_details(error, DataSpec)
         raise UsageError(f"{'.'.join(map(str, ('data', *where)))}: {what}", hint=hint) from None

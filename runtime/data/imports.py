@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dni_runtime.errors import SpecError, with_causes
+from dni_runtime.spec.choices import meant_in
 from dni_runtime.spec.named import IMPORT_KEY
 
 
@@ -56,7 +57,9 @@ def import_target(name: str, base: Path, *, what: str, location: Sequence[str | 
     except AttributeError:
         file = getattr(module, "__file__", module_name)
         raise SpecError(
-            f"{what} {name!r}: {file} has no class or function {attribute!r}", location=location
+            f"{what} {name!r}: {file} has no class or function {attribute!r}",
+            location=location,
+            hint=meant_in(module, attribute),
         ) from None
 
 

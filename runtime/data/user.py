@@ -38,15 +38,11 @@ def with_path(spec: DataSpec, base: Path) -> DataSpec:
     if spec.train is None:
         return spec
 
-    def below(root: Path, path: str) -> Path:  # links are not followed: containers get the folder
-        return Path(os.path.normpath(root / Path(path).expanduser()))
-
-    root = base if spec.path is None else below(base, spec.path)
+    root = base if spec.path is None else _below(base, spec.path)
     places = {
-        (part, key): below(root, value)
+        (part, key): place
         for part in ("args", "train", "evaluation")
-        for key, value in getattr(spec, part).items()
-        if _PATHS.search(key) and isinstance(value, str) and not re.search("://|{path}", value)
+        for key, place in paths_in(getattr(spec, part), root).items()
     }
     if not places:
         return spec
@@ -67,6 +63,19 @@ def with_path(spec: DataSpec, base: Path) -> DataSpec:
             value = PATH if inner == "." else f"{PATH}/{inner}"
         update[part] = {**update.get(part, getattr(spec, part)), key: value}
     return spec.model_copy(update=update)
+
+
+def paths_in(arguments: Mapping[str, Any], folder: Path) -> dict[str, Path]:
+    """Return those of a data set's keywords that are paths, which start in a folder."""
+    return {
+        key: _below(folder, value)
+        for key, value in arguments.items()
+        if _PATHS.search(key) and isinstance(value, str) and not re.search("://|{path}", value)
+    }
+
+
+def _below(root: Path, path: str) -> Path:  # links are not followed: containers get the folder
+    return Path(os.path.normpath(root / Path(path).expanduser()))
 
 
 def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:

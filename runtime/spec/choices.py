@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,7 +64,8 @@ def find_attribute(name: str, kind: str, location: Location) -> Any:
         raise UsageError(f"{kind} {name!r} would be imported, which runs code")
     module_name, attribute = name.split(":")
     try:
-        return attrgetter(attribute)(importlib.import_module(module_name))
+        module = importlib.import_module(module_name)
+        return attrgetter(attribute)(module)
     except ModuleNotFoundError as error:
         missing = f"there is no module {error.name!r}"
         raise SpecError(
@@ -74,13 +76,21 @@ def find_attribute(name: str, kind: str, location: Location) -> Any:
         ) from None
     except AttributeError:
         raise SpecError(
-            f"{kind} {name!r}: module {module_name!r} has no {attribute!r}", location=location
+            f"{kind} {name!r}: module {module_name!r} has no {attribute!r}",
+            location=location,
+            hint=meant_in(module, attribute),
         ) from None
     except (Exception, SystemExit) as error:
         raise SpecError(
             f"{kind} {name!r}: importing {module_name!r} failed: {with_causes(error)}",
             location=location,
         ) from error
+
+
+def meant_in(module: object, attribute: str) -> str | None:
+    """Return ``did you mean …?`` with the most similar name of a module, or None."""
+    close = difflib.get_close_matches(attribute, vars(module), n=1)
+    return f"did you mean {close[0]!r}?" if close else None
 
 
 def call(

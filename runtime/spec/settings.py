@@ -65,10 +65,10 @@ def find_setting(name: str, chain: ChainSpec) -> str:
     if name.rpartition(".")[0] in dict(settings_in(_document(chain))):
         return name  # one more keyword of an optimizer, say
     last = sorted({path.rpartition(".")[2] for path in allowed})
-    raise UsageError(
-        f"the chain has no setting {name!r}",
-        hint=suggestion(name.rpartition(".")[2], last) or "'dnictl config' shows its settings",
-    )
+    hint = suggestion(name.rpartition(".")[2], last) or "'dnictl config' shows its settings"
+    if name == "lr":
+        hint = "it names no optimizer yet, so give it one: 'optimizer={Adam: {lr: 0.01}}'"
+    raise UsageError(f"the chain has no setting {name!r}", hint=hint)
 
 
 def _contains(path: Sequence[str], words: Sequence[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,19 @@ modules:
 """  # noqa: E501
 
 
-@pytest.fixture
-def run(folder: Path) -> Checkpointed:
-    (folder / "chain.yaml").write_text(CHAIN)
+def trained(folder: Path, chain: str) -> Checkpointed:
+    (folder / "chain.yaml").write_text(chain)
     prepared = prepare(folder / "chain.yaml")
     made = create_run(folder / "runs" / "one", prepared, backend="process")
     for worker in prepared.workers:
         tensors, document = snapshot(ModuleStep(worker))
         write_part(made, worker.module, (tensors, document | {"cut": 5}))
     return Checkpointed(Record.read(made.root))
+
+
+@pytest.fixture
+def run(folder: Path) -> Checkpointed:
+    return trained(folder, CHAIN)
 
 
 def loaded(file: Path) -> dict[str, npt.NDArray[Any]]:
@@ -74,6 +79,41 @@ def test_a_run(dnictl: Dnictl, run: Checkpointed, folder: Path) -> None:
     assert whole["evaluation"] == pytest.approx(run.evaluate(data="digits", metrics=["top5"]))
     assert dnictl("predict", "--metrics", "mae").code == 78
     assert "data.batchsize: unknown key" in dnictl("predict", "--data", "{batchsize: 3}").err
+
+
+OWN = """\
+import torch
+from torch.utils.data import Dataset
+
+class Numbers(Dataset):
+    def __init__(self, root, scale=1):
+        self.x = scale * torch.load(root)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], 0
+"""
+
+
+def test_other_samples_of_an_own_class(dnictl: Dnictl, folder: Path) -> None:
+    """A path starts in the working directory; other keywords are the chain's."""
+    (folder / "own.py").write_text(OWN)
+    (folder / "data").mkdir()
+    x = torch.randn(9, 64)
+    for name, count in (("train", 8), ("eval", 4), ("other", 9)):
+        torch.save(x[:count], folder / "data" / name)
+    data = (
+        "dataset: own:Numbers, train: {root: data/train}, evaluation: {root: data/eval, scale: 2}"
+    )
+    run = trained(folder, re.sub(r"dataset: digits.*100", data, CHAIN))
+    dnictl("predict", "--data", "{evaluation: {root: data/other}}", "-o", "p.npz")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.from_numpy(loaded(folder / "p.npz")["outputs"]), run.model()(2 * x)
+        )
+    assert "data.evaluation" in dnictl("predict", "--data", "{evaluation: data/other}").err
 
 
 def test_an_exported_file(dnictl: Dnictl, run: Checkpointed, folder: Path) -> None:

@@ -40,9 +40,9 @@ def test_the_test_set_gets_a_line(record: Record, capsys: pytest.CaptureFixture[
         show(state)
         show(state)
     assert capsys.readouterr().err.splitlines()[1:] == [
-        "small-1: finished",
         "epoch 2/2: accuracy 90.00 %, loss 0.5",
         "test: accuracy 80.00 %, loss 0.5",
+        "small-1: finished",
     ]
 
 

@@ -122,6 +122,8 @@ def test_by_the_own_names_of_a_network_that_was_split(tmp_path: Path, of: str) -
     trained = Checkpointed(Record.read(run.root))
     if of == "export":
         trained.export(tmp_path / "export.safetensors")
+        card = (tmp_path / "export.md").read_text()
+        assert 'load("export.safetensors", trust=True)' in card, "it imports the network"
     elif of != "run":
         trained.export(tmp_path / of, state_dict=True)
     other = tmp_path / "other.yaml"

@@ -61,6 +61,15 @@ def test_a_name_or_values_that_mean_nothing(text: str, words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_the_rate_of_no_optimizer() -> None:
+    """The default one differs between modules; what the hint says can be given."""
+    chain = parse_chain("name: small\nmodules: [{name: top, layers: [ReLU]}]")
+    with pytest.raises(UsageError, match=r"'lr'\n.*'optimizer=\{Adam: \{lr: 0.01\}\}'") as caught:
+        read_value("lr=0.01", chain)
+    given = str(caught.value).split("'")[-2]
+    assert read_value(given, chain) == ("defaults.optimizer", {"Adam": {"lr": 0.01}})
+
+
 def test_one_value() -> None:
     assert read_value("lr=1e-3", CHAIN) == ("defaults.optimizer.Adam.lr", 1e-3)
     with pytest.raises(UsageError, match=r"'seed=1,2' has 2 values"):
