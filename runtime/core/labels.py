@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from dni_runtime.spec import TensorSpec
 
+SIGNS = (nn.SoftMarginLoss, nn.HingeEmbeddingLoss)
+"""Losses whose labels are -1 and 1, and nothing between: torch learns nothing of 0, or both."""
+
 _PAIRED: dict[type[nn.Module], tuple[float, float]] = {
     **dict.fromkeys((nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss), (-math.inf, math.inf)),
     **dict.fromkeys((nn.BCELoss, nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss), (0, 1)),
-    **dict.fromkeys((nn.SoftMarginLoss, nn.HingeEmbeddingLoss), (-1, 1)),
+    **dict.fromkeys(SIGNS, (-1, 1)),
     nn.PoissonNLLLoss: (0, math.inf),
     nn.KLDivLoss: (-math.inf, math.inf),
 }

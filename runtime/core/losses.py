@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dni_runtime.core.labels import alike, class_axis, integer, lined_up, pairs
+from dni_runtime.core.labels import SIGNS, alike, class_axis, integer, lined_up, pairs
 from dni_runtime.core.training import torch_dtype
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import Choice, LossSpec, TensorSpec
@@ -140,11 +140,14 @@ class ChainLoss(nn.Module):
             if loss.allowed is None:
                 continue
             low, high = loss.allowed
+            signs = isinstance(loss.function, SIGNS)
             least, most = y.aminmax() if y.numel() else (low, low)
-            if low <= least and most <= high and math.isfinite(most - least):  # nearly always
+            inside = low <= least and most <= high and math.isfinite(most - least)
+            if inside and not signs:  # nearly always
                 continue
             valid = loss.valid(y)
             wrong = ~((y >= low) & (y <= high) & y.isfinite())
+            wrong = wrong | (y.abs() != 1) if signs else wrong
             wrong = wrong if valid is None else wrong & valid
             if not wrong.any():
                 continue
@@ -162,6 +165,10 @@ class ChainLoss(nn.Module):
                     f"'{loss._name}: {{ignore_index: {value}}}'"
                 )
             takes = f"{low} to {high}" if math.isfinite(high) else "finite numbers"
+            if signs:
+                takes, hint = "-1 and 1", "of labels 0 and 1: 2 * y - 1"
+            elif low == 0 and not math.isfinite(high):
+                takes = "numbers from 0"
             raise DataError(f"{name}{index} is {value}, but {loss._name} takes {takes}", hint=hint)
 
     def valid(self, y_BY: Tensor) -> Tensor | None:

@@ -147,7 +147,10 @@ def arguments_of(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def build_network(spec: NetworkSpec) -> nn.Module:
-    """Call the user's function; the network has the weights that it gives."""
+    """Call the user's function; the network has the weights that it gives, and is in train mode.
+
+    A ``train`` of its own may freeze parameters, as that of a frozen BatchNorm does.
+    """
     build = find_attribute(spec.target, "network", ())
     try:
         network = build(**spec.args)
@@ -159,7 +162,7 @@ def build_network(spec: NetworkSpec) -> nn.Module:
         ) from error
     if not isinstance(network, nn.Module):
         raise SpecError(f"{spec.target} returns {type(network).__name__}, not a torch.nn.Module")
-    return network
+    return network.train()
 
 
 def without_memory(build: Callable[[], _Built]) -> _Built:
@@ -208,7 +211,9 @@ def network_for(spec: NetworkSpec, needed: Container[str]) -> nn.Module:
     try:
         if key not in kept:
             kept[key] = build() if first is None else _on_no_device(first)
-        tensors = list(_tensors(kept[key]))
+        tensors = list(named_tensors(kept[key]))
+        if any(one._backward_hooks or one._post_accumulate_grad_hooks for _, one in tensors):
+            return build()  # a copy has no hooks of tensors
         wanted = {id(tensor) for name, tensor in tensors if name in needed}
         missing = {id(tensor): None for _, tensor in tensors if id(tensor) not in wanted}
         return copy.deepcopy(kept[key], missing)
@@ -219,13 +224,14 @@ def network_for(spec: NetworkSpec, needed: Container[str]) -> nn.Module:
 
 
 def _on_no_device(network: nn.Module) -> nn.Module:
-    moved = {id(tensor): tensor.detach().to("meta") for _, tensor in _tensors(network)}
+    moved = {id(tensor): tensor.detach().to("meta") for _, tensor in named_tensors(network)}
     for parameter in network.parameters():
         moved[id(parameter)] = nn.Parameter(moved[id(parameter)], parameter.requires_grad)
     return copy.deepcopy(network, moved)
 
 
-def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers by all their names."""
     yield from network.named_parameters(remove_duplicate=False)
     yield from network.named_buffers(remove_duplicate=False)
 

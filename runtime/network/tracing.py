@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from dni_runtime.errors import SpecError
 from dni_runtime.network.program import Program
@@ -24,6 +25,7 @@ from dni_runtime.network.source import (
     build_network,
     first_line,
     guilty_line,
+    named_tensors,
 )
 from dni_runtime.network.trace import Trace, symbol
 from dni_runtime.spec.choices import find_attribute
@@ -104,13 +106,18 @@ def _program_of(spec: NetworkSpec, network: nn.Module, example: tuple[Tensor, ..
                 hint="hooks of parameters are called, and so is the 'backward' of an "
                 "autograd.Function in forward",
             )
+    if more := sorted(set(network.state_dict()).difference(dict(named_tensors(network)))):
+        raise SpecError(
+            f"the state dict of {spec.target} has {more[0]!r}, which is no parameter and no buffer",
+            hint="keep it as a buffer: checkpoints of parts hold these by name ('get_extra_state' "
+            "and hooks of state dicts are not called)",
+        )
     wrapped = _TraceWrapper(network, spec)
     traces = {}
     for training in (True, False):
         wrapped.train(training)
         traces[training] = _export(spec, wrapped, example)
-    named: list[tuple[str, Tensor]] = [*network.named_parameters(remove_duplicate=False)]
-    named += network.named_buffers(remove_duplicate=False)
+    named = list(named_tensors(network))  # 'forward' may have registered more
     same: dict[int, list[str]] = {}
     for name, tensor in named:
         same.setdefault(id(tensor), []).append(name)
@@ -177,6 +184,12 @@ def _export(spec: NetworkSpec, wrapped: _TraceWrapper, example: tuple[Tensor, ..
                 "batch's size as a constant",
                 hint="write x.shape[0] where forward has a number or len(x), or -1 in view",
             )
+    values = [node.meta.get("val") for node in graph.nodes]
+    if any(isinstance(one, Tensor) and is_functorch_wrapped_tensor(one) for one in values):
+        raise SpecError(
+            f"{spec.target} cannot be traced: 'forward' uses torch.func (vmap, grad …)",
+            hint="write it for whole batches, or cut a sequence of modules by hand: 'layers'",
+        )
     trace = Trace(graph, names, constants, tuple(data))
     _check_constants(spec, wrapped, trace)
     return trace

@@ -146,7 +146,7 @@ def network_of(
             "returns": returns,
         }
     )
-    network = build_network(spec).train()
+    network = build_network(spec)
     names = () if takes else arguments_of(network, info.names)
     if names:
         example = info.with_inputs(names).samples
@@ -187,17 +187,41 @@ def freeze_named(spec: NetworkSpec, network: nn.Module, names: Sequence[str]) ->
 
 
 def _try(spec: NetworkSpec, network: nn.Module, batch: Sequence[Tensor]) -> None:
-    """Refuse a network that fails on a batch, or returns NaN."""
+    """Refuse a network that fails on a batch, forward or backward, or returns NaN."""
+    frozen = _frozen(network)
     try:
         y = NetworkWrapper(network, spec)(*(x.clone() for x in batch))
+        if y.requires_grad:
+            y.sum().backward()
     except Exception as error:
         at, line = guilty_line(error)
         raise SpecError(
             f"{spec.target} fails on a batch{at}: {type(error).__name__}: {first_line(error)}",
             hint=line or None,
         ) from error
-    if y.isnan().any():
-        raise SpecError(f"{spec.target} returns NaN for a batch, so its parts cannot be checked")
+    if changed := sorted(frozen ^ _frozen(network)):
+        raise SpecError(
+            f"'forward' of {spec.target} sets 'requires_grad' of {changed[0]!r}",
+            hint="do it where the network is built, or name what is not to learn by --freeze "
+            "('freeze'); 'forward' may detach instead",
+        )
+    found = {"returns NaN": y, **_gradients(network)}
+    for what, tensor in found.items():
+        if tensor.isnan().any():
+            raise SpecError(f"{spec.target} {what} for a batch, so its parts cannot be checked")
+
+
+def _frozen(network: nn.Module) -> set[str]:
+    return {name for name, one in network.named_parameters() if not one.requires_grad}
+
+
+def _gradients(network: nn.Module) -> dict[str, Tensor]:
+    named = network.named_parameters()
+    return {
+        f"has a gradient of NaN at {name!r}": one.grad.to_dense()
+        for name, one in named
+        if one.grad is not None
+    }
 
 
 def _batch(sample: TensorSpec, samples: int) -> Tensor:

@@ -113,6 +113,20 @@ def test_on_scores_keeps_what_cross_entropies_have_in_common() -> None:
     assert (other.weight, other.ignore_index, other.is_plain) == (None, -100, True)
 
 
+@pytest.mark.parametrize("name", ["SoftMarginLoss", "HingeEmbeddingLoss"])
+def test_labels_that_are_signs(name: str) -> None:
+    loss = make(name, (1,), ())
+    loss.check_labels(torch.tensor([1.0, -1.0]), "y")
+    with pytest.raises(DataError, match=rf"y\[1\] is 0.0, but {name} takes -1 and 1") as info:
+        loss.check_labels(torch.tensor([1.0, 0.0]), "y")
+    assert "2 * y - 1" in str(info.value)
+
+
+def test_labels_that_are_counts() -> None:
+    with pytest.raises(DataError, match=r"y\[1\] is -1, but PoissonNLLLoss takes numbers from 0"):
+        make("PoissonNLLLoss", (1,), ()).check_labels(torch.tensor([3, -1]), "y")
+
+
 def test_a_divergence_is_divided_by_samples() -> None:
     p, y = torch.randn(6, 4).log_softmax(1), torch.rand(6, 4).softmax(1)
     for args in ({}, {"reduction": "mean"}, {"reduction": "batchmean"}):

@@ -5,10 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
 
 from dni_runtime import Chain
+from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.layers import tensors_of
 from dni_runtime.errors import SpecError
 from dni_runtime.plan.splitting import split_chain
@@ -148,6 +153,95 @@ class Unlearnt(Net):
 class Nothing(Net):
     def middle(self, h):
         return (h - h) / (h - h)
+
+
+class Flips(Net):
+    """Freezes a parameter when it runs, as some GANs do."""
+
+    def middle(self, h):
+        self.norm.weight.requires_grad = False
+        return self.norm(h)
+
+
+class Calm(Net):
+    """Nothing is drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Identity()
+
+
+class Setting(Calm):
+    """It runs in eval mode, and then in train mode again."""
+
+    def middle(self, h):
+        self.norm.requires_grad_(self.training)
+        return self.norm(h)
+
+
+class Still(Calm):
+    """Its norm is frozen by 'train', as in object detection."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval().requires_grad_(False)
+        return self
+
+
+class Hooked(Calm):
+    """Half of the gradient of a parameter, by both kinds of hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first.weight.register_hook(lambda g: g / 2)
+        self.last.weight.register_post_accumulate_grad_hook(halve)
+
+
+def halve(p):
+    p.grad.div_(2)
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        raise NotImplementedError("not yet")
+
+
+class NotBack(Net):
+    def middle(self, h):
+        return Raises.apply(h)
+
+
+class NaN(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / 0 * 0
+
+
+class NaNBack(Net):
+    def middle(self, h):
+        return NaN.apply(h)
+
+
+class Mapped(Net):
+    def middle(self, h):
+        return torch.func.vmap(lambda row: row * self.norm.weight)(h)
+
+
+class More(Net):
+    def get_extra_state(self):
+        return {"calls": 1}
+
+    def set_extra_state(self, state):
+        pass
 '''
 
 
@@ -160,8 +254,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def split(name: str, *at: str) -> None:
-    data = {"dataset": "violates:Data", "batch_size": 16}
-    split_chain(f"violates:{name}", Path("chain.yaml"), {"data": data}, at=at or ["first"])
+    settings = {
+        "data": {"dataset": "violates:Data", "batch_size": 16},
+        "defaults": {"interface": "exact", "optimizer": {"SGD": {"lr": 0.1}}},
+    }
+    split_chain(f"violates:{name}", Path("chain.yaml"), settings, at=at or ["first"])
 
 
 def test_statistics_and_dropout_are_the_same() -> None:
@@ -172,6 +269,33 @@ def test_statistics_and_dropout_are_the_same() -> None:
 def test_a_value_may_come_from_elsewhere_in_eval_mode() -> None:
     split("Passes", "first", "norm", "last")
     assert Path("chain.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["Calm", "Setting", "Hooked", "Still"])
+def test_parameters_are_trained_as_by_plain_torch(name: str) -> None:
+    split(name, "first", "norm")
+    chain, state = LocalChain(Chain("chain.yaml").prepared.workers), load_file("chain.safetensors")
+    violates: Any = sys.modules["violates"]
+    net, data, y = getattr(violates, name)(), violates.Data(train=True), torch.arange(16) % 3
+    net.load_state_dict(state)
+    net.train()
+    for step in chain.steps:
+        for key, value in step.layers.state_dict().items():
+            value.copy_(state[key.removeprefix("0.network.")])
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(data.x.clone()), y).backward()
+        optimizer.step()
+        chain.train_batch(data.x, y)
+    found = {
+        key.removeprefix("0.network."): value
+        for step in chain.steps
+        for key, value in step.layers.state_dict().items()
+    }
+    for key, value in net.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-7)
 
 
 def test_what_a_module_does_not_use_stays_with_it() -> None:
@@ -192,6 +316,11 @@ def test_what_a_module_does_not_use_stays_with_it() -> None:
         ("Late", "'made'"),
         ("Fails", r"fails on a batch \(.*violates.py:\d+\)"),
         ("Nothing", "returns NaN for a batch"),
+        ("Flips", "'forward' of .* sets 'requires_grad' of 'norm.weight'"),
+        ("NotBack", r"fails on a batch \(.*violates.py:\d+\): NotImplementedError: not yet"),
+        ("NaNBack", "has a gradient of NaN at 'first.weight' for a batch"),
+        ("Mapped", "uses torch.func"),
+        ("More", "'_extra_state', which is no parameter and no buffer"),
     ],
 )
 def test_a_difference_is_refused(name: str, message: str) -> None:
