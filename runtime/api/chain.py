@@ -83,6 +83,7 @@ class Chain:
         """
         from dni_runtime.core.export import separate
         from dni_runtime.resolve.describe import describe_data, describe_modules, with_frozen
+        from dni_runtime.split.network import named_after
 
         path = Path(path)
         folder, weights = path.parent.absolute(), path.with_suffix(".safetensors")
@@ -99,7 +100,7 @@ class Chain:
         described = describe_modules(modules, folder)
         defaults = settings.get("defaults", {})
         document = {
-            "name": path.stem,
+            "name": named_after(path.stem) or "chain",
             **settings,
             "data": describe_data(data, folder),
             "defaults": {"init": {"file": weights.name}, **defaults},

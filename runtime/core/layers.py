@@ -114,15 +114,17 @@ def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequentia
 
 
 def _build_sized(layers: Sequence[LayerSpec], inputs: Sequence[TensorSpec]) -> nn.Sequential:
-    """Build layers that do not change their input, and infer the sizes of lazy ones."""
+    """Build layers that do not change their input, and infer the sizes of lazy ones.
+
+    As a training loop does, it calls ``train``, by which some classes freeze a part of themselves.
+    """
     built = build_layers(layers, ("layers",))
     lazy = [p for p in built.parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
         with torch.no_grad():
             some = [empty_batch(sample, 1, lazy[0].device) for sample in inputs]
             Layers(list(built.eval()), [()] * len(some))(*some)
-        built.train()
-    _spare_input(built)
+    _spare_input(built.train())
     return built
 
 

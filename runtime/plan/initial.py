@@ -75,24 +75,35 @@ def stored_tensors(file: Path, prefix: str = "") -> dict[str, StoredTensor]:
 
 def write_initial(run: RunDir, weights: Weights) -> None:
     """Copy the initial weights into a run directory, one file per module."""
+    for module, loaded in read_initial(weights):
+        write_atomic(run.initial(module), save(loaded))
+
+
+def read_initial(weights: Weights) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield modules with their initial weights; NaN among them is refused."""
     pickled: dict[Path, dict[str, Tensor]] = {}  # they can only be read whole
     for module, tensors in weights.items():
-        loaded = {}
+        loaded = dict[str, Tensor]()
         for name, entry in tensors.items():
             try:
                 if entry.file.suffix != ".safetensors":
                     if entry.file not in pickled:
                         pickled[entry.file] = read_state_dict(entry.file)
                     loaded[name] = pickled[entry.file][entry.key].clone()
-                    continue
-                with pinned(entry.file) as file, safe_open(file, framework="pt") as reader:
-                    loaded[name] = reader.get_tensor(entry.key).clone()
+                else:
+                    with pinned(entry.file) as file, safe_open(file, framework="pt") as reader:
+                        loaded[name] = reader.get_tensor(entry.key).clone()
             except (OSError, SafetensorError) as error:
                 raise DataError(
                     f"initial weights {str(entry.file)!r} cannot be read any more: {error}",
                     hint="try again; if its run is active, export the weights to a file first",
                 ) from None
-        write_atomic(run.initial(module), save(loaded))
+            if loaded[name].isnan().any():
+                raise SpecError(
+                    f"{entry.key!r} in {str(entry.file)!r}, for module {module!r}, has NaN",
+                    hint="take weights of before the training diverged",
+                )
+        yield module, loaded
 
 
 def _stored(path: Path, at: tuple[str | int, ...]) -> Iterator[tuple[str, StoredTensor]]:

@@ -142,7 +142,7 @@ def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Chec
             from dni_runtime.plan.trial import try_chain
 
             with _naming_data(path):
-                looked = try_chain(chain, workers, base, location)
+                looked = try_chain(chain, workers, base, location, initial)
         sources |= _imported(base)
     return CheckedChain(
         path, written, chain, info, location, workers, sources, initial, looked=looked

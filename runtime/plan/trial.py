@@ -23,6 +23,7 @@ from dni_runtime.data import Batch, open_data
 from dni_runtime.data.splits import Halves, MemorySplit, Split
 from dni_runtime.errors import DataError, DniError, SpecError
 from dni_runtime.network.source import built_once, first_line, guilty_line
+from dni_runtime.plan.initial import Weights, read_initial
 from dni_runtime.resolve.resolve import parameter_counts
 from dni_runtime.spec import ChainSpec, DataSpec, WorkerSpec
 
@@ -53,12 +54,16 @@ class Coverage(NamedTuple):
 
 
 def try_chain(
-    chain: ChainSpec, workers: Sequence[WorkerSpec], base: Path, path: Path | None
+    chain: ChainSpec,
+    workers: Sequence[WorkerSpec],
+    base: Path,
+    path: Path | None,
+    initial: Weights,
 ) -> Coverage:
     """Look at a chain's data, and train and evaluate its modules on a few samples of it.
 
     ``base`` is the folder of the chain file, ``path`` the folder or file of the data, if it needs
-    one.
+    one; ``initial`` weights are those that its file names.
     """
     looked, stops = Coverage(), chain.on_nan == "stop"
     if path is not None and path.is_file() and path.stat().st_size > LARGEST_BYTES:
@@ -85,7 +90,7 @@ def try_chain(
     count = sum(parameter_counts(workers).values())
     if count > LARGEST_PARAMETERS:
         return looked._replace(unchecked=(f"a batch: {count:,} parameters would be trained here",))
-    if (problem := _run(workers, *batches, stops=stops)) is not None:
+    if (problem := _run(workers, initial, *batches, stops=stops)) is not None:
         return looked._replace(unchecked=(problem,))
     return looked.and_at(
         f"training and evaluation of {rows} in all modules, with gradient interfaces, losses and "
@@ -131,7 +136,12 @@ def _read(split: Split) -> Iterator[tuple[Tensor, tuple[Tensor, ...], Tensor]]:
 
 
 def _run(
-    workers: Sequence[WorkerSpec], train: Batch | None, evaluated: Batch | None, *, stops: bool
+    workers: Sequence[WorkerSpec],
+    initial: Weights,
+    train: Batch | None,
+    evaluated: Batch | None,
+    *,
+    stops: bool,
 ) -> str | None:
     """Train and evaluate all modules on a batch; return why they cannot be tried here."""
     assert train is not None  # the data fill a batch
@@ -139,6 +149,9 @@ def _run(
         warnings.simplefilter("ignore")  # about a batch that is not the training's
         with built_once():
             chain = LocalChain([worker.model_copy(update=_ALONE) for worker in workers])
+        steps = {step.spec.module: step for step in chain.steps}
+        for module, weights in read_initial(initial):
+            steps[module].layers.load_state_dict(weights, strict=False)
         try:
             loss = chain.train_batch(*train)
             if evaluated is not None:

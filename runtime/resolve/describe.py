@@ -77,12 +77,13 @@ def describe_modules(
         with torch.random.fork_rng(devices=[]):
             built = build_layers([LayerSpec.model_validate(entry) for entry in layers])
         _check_same(built, original)
+        _check_trained(built, original)
         found_modes = _modes(built, original)
         if len(found_modes) == 1:  # else both fit
             modes |= dict.fromkeys(found_modes, name)
         if len(modes) > 1:
             raise _in_eval_mode(f"module {modes[False]!r}", f"module {modes[True]!r} is not")
-        trains = {key for key, p in built.named_parameters() if p.requires_grad}
+        trains = {key for key, p in built.train().named_parameters() if p.requires_grad}
         names = [
             key for key, p in original.named_parameters() if not p.requires_grad and key in trains
         ]
@@ -144,7 +145,19 @@ def _check_same(built: nn.Module, original: nn.Module) -> None:
         )
 
 
+def _check_trained(built: nn.Module, original: nn.Module) -> None:
+    """Refuse parameters that are trained, and that their classes freeze when workers build them."""
+    frozen = {name for name, p in built.named_parameters() if not p.requires_grad}
+    for name, p in original.named_parameters():
+        if p.requires_grad and name in frozen:
+            raise SpecError(
+                f"{name!r} is to be trained, but its class freezes it in what workers build",
+                hint=f"{_HOW}: let an argument of __init__ say whether it is frozen",
+            )
+
+
 _ABSENT = "not there"
+_SIMPLE = bool | int | float | str
 
 
 def _facts(root: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
@@ -160,8 +173,9 @@ def _facts(root: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
         for name, value in vars(module).items():
             if name.endswith("_hooks") and isinstance(value, dict):
                 yield (path, name.strip("_")), [_plainly(hook, names) for hook in value.values()]
+            hidden = name.startswith("_") and not isinstance(value, _SIMPLE)
             compared = name not in _INTERNAL and not (
-                isinstance(value, Tensor) if _of_torch(cls) else name.startswith("_")
+                isinstance(value, Tensor) if _of_torch(cls) else hidden
             )
             if compared:
                 yield (path, f".{name}"), _plainly(value, names)
@@ -171,8 +185,9 @@ def _facts(root: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
         yield (name, "the tensor"), f"a {kind} {dtype}{list(tensor.shape)}"
         owner = names.get(tensor.data_ptr(), name)
         yield (name, "the memory"), "its own" if owner == name else f"that of {owner!r}"
-        hooks = getattr(tensor, "_backward_hooks", None) or {}
-        yield (name, "hooks"), [_plainly(hook, names) for hook in hooks.values()]
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(tensor, kind, None) or {}
+            yield (name, kind.strip("_")), [_plainly(hook, names) for hook in hooks.values()]
         if name not in kept:
             yield (name, "the value"), _plainly(tensor, {})
     for name, value in kept.items():

@@ -160,10 +160,15 @@ _ANY = frozenset({"build", "create", "get", "load", "make", "model", "my", "net"
 
 def chain_name(target: str, network: nn.Module) -> str:
     """Return a chain's name: the function's, or else the class of the network."""
-    name = re.sub(r"[^a-z0-9]+", "-", target.partition(":")[2].lower()).strip("-")
+    name = named_after(target.partition(":")[2])
     if set(name.split("-")) <= _ANY:
-        name = re.sub(r"[^a-z0-9]+", "-", type(network).__name__.lower())
-    return name[:40].strip("-") or "network"
+        name = named_after(type(network).__name__)
+    return name or "network"
+
+
+def named_after(text: str) -> str:
+    """Return a text as the name of a chain; empty if nothing in it can be in one."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
 
 
 def freeze_named(spec: NetworkSpec, network: nn.Module, names: Sequence[str]) -> list[str]:

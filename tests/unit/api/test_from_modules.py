@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from dni_runtime import Chain
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.layers import load_initial
 from dni_runtime.data import open_data
+from dni_runtime.errors import SpecError
 from dni_runtime.plan.create import create_run
 
 SETTINGS: dict[str, Any] = {"defaults": {"interface": "exact", "optimizer": {"SGD": {"lr": 0.1}}}}
@@ -64,6 +66,83 @@ def test_it_trains_what_plain_torch_trains(tmp_path: Path, monkeypatch: pytest.M
     own = [one for step in local.steps for one in step.layers.state_dict().values()]
     for ours, theirs in zip(own, plain.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+OWN = """\
+from torch import nn
+
+
+class Extractor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.known, self.line = nn.Linear(64, 32).requires_grad_(False), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.line(self.known(x))
+
+
+class Still(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.norm, self._times = nn.Linear(64, 32), nn.BatchNorm1d(32), 1.0
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval().requires_grad_(False)
+        return self
+
+    def forward(self, x):
+        return self.norm(self.line(x)) * self._times
+"""
+DIGITS = {"dataset": "digits", "batch_size": 64, "flatten": True}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "of_mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "of_mine", raising=False)
+    return importlib.import_module("of_mine")
+
+
+def test_what_train_freezes_is_frozen_from_the_first_batch(own: Any) -> None:
+    plain = nn.Sequential(own.Still(), nn.Linear(32, 10)).train()
+    plain[0].norm.running_mean += 1.0
+    modules = {"still": copy.deepcopy(plain[0]), "top": copy.deepcopy(plain[1])}
+    chain = Chain.from_modules(modules, data=DIGITS, path="my_net.yaml", **SETTINGS)
+    assert chain.prepared.chain.name == "my-net"
+    local = LocalChain(chain.prepared.workers)
+    run = create_run(Path("run"), chain.prepared, backend="process")
+    for step in local.steps:
+        load_initial(step.layers, run.initial(step.spec.module))
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    source = open_data(chain.prepared.chain.data, Path.cwd(), seed=0)
+    for _, (x, y) in zip(range(3), source.train_batches(1), strict=False):
+        expected = cross_entropy(plain(x), y)
+        assert local.train_batch(x, y) == pytest.approx(expected.item(), rel=1e-5)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    own_tensors = [one for step in local.steps for one in step.layers.state_dict().values()]
+    for ours, theirs in zip(own_tensors, plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_what_workers_would_build_otherwise_is_refused(own: Any) -> None:
+    thawed, hooked, faster = own.Extractor().requires_grad_(True), own.Extractor(), own.Still()
+    hooked.line.weight.register_post_accumulate_grad_hook(lambda p: None)
+    faster._times = 2.0
+    poisoned = own.Still()
+    poisoned.line.bias.data[3] = float("nan")
+    for module, message in [
+        (thawed, "'0.known.weight' is to be trained, but its class freezes it"),
+        (hooked, "post_accumulate_grad_hooks of '0.line.weight' is"),
+        (faster, "_times of '0' is 2.0, but 1.0 in what workers build"),
+        (poisoned, "'bottom.0.line.bias' in '.*chain.safetensors', for module 'bottom', has NaN"),
+    ]:
+        with pytest.raises(SpecError, match=message):
+            Chain.from_modules({"bottom": module, "top": nn.Linear(32, 10)}, data=DIGITS)
 
 
 def test_a_network_that_is_split_keeps_what_is_frozen(

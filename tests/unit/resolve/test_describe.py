@@ -189,7 +189,8 @@ def test_what_a_file_cannot_say_is_refused(layer: nn.Module, message: str, tmp_p
     ("change", "message"),
     [
         (lambda it: None, None),
-        (lambda it: setattr(it, "_calls", 3), None),
+        (lambda it: setattr(it, "_calls", 3), "_calls of '0' is 3, but 0"),
+        (lambda it: setattr(it, "_cache", {1: torch.ones(3)}), None),
         (lambda it: setattr(it, "seen", 3), None),
         (lambda it: setattr(it, "scale", 3.0), "scale of '0' is 3.0, but 2.0"),
         (lambda it: setattr(it, "mask", torch.zeros(3)), "mask of '0' is another value"),
