@@ -104,7 +104,8 @@ class PlainLines:
             self._tell_phase(figures)
         evaluations = figures.evaluations
         if self._seen is None:  # shown by an earlier attempt
-            earlier = [result.time for result in evaluations if result.attempt < figures.attempt]
+            all_of_them = [*evaluations, *([figures.test] if figures.test else [])]
+            earlier = [result.time for result in all_of_them if result.attempt < figures.attempt]
             self._seen = max(earlier, default=0.0)
         for result in evaluations:
             if result.time > self._seen:

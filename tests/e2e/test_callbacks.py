@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dni_runtime import Run
-from tests.e2e.conftest import Site, missing
+from tests.e2e.conftest import CHAIN, Site, missing
 
 pytestmark = pytest.mark.e2e
 
@@ -32,11 +32,11 @@ class Broken(Callback):
 """
 
 
-def write(site: Site, callbacks: str, epochs: int = 3) -> Path:
+def write(site: Site, callbacks: str, epochs: int = 3, chain: str = CHAIN) -> Path:
     for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), re.DOTALL):
         (site.folder / name).write_text(text)
     (site.folder / "broken.py").write_text(BROKEN)
-    return site.write(epochs, callbacks)
+    return site.write(epochs, callbacks, chain=chain)
 
 
 @pytest.mark.timeout(300)
@@ -46,15 +46,17 @@ def test_trackers_get_each_evaluation(site: Site, monkeypatch: pytest.MonkeyPatc
             missing(f"the package {package} is not installed")
     folder = site.folder / "trackio"
     monkeypatch.setenv("TRACKIO_DIR", str(folder))
-    site.run("up", write(site, ALL), "--backend", "process")
+    chain = CHAIN.replace("flatten: true", "flatten: true, validation: 0.2")
+    site.run("up", write(site, ALL, chain=chain), "--backend", "process")
     run = Run.open(site.latest.root)
     curve = [(one.step, one.figures["accuracy"]) for one in run.status().evaluations]
     assert len(curve) == 3
     with (site.folder / f"{site.latest.root.name}.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+        *rows, test = csv.DictReader(file)
+    assert (test["kind"], {row["kind"] for row in rows}) == ("test", {"eval"})
     assert [(int(row["step"]), float(row["accuracy"])) for row in rows] == curve
 
-    (metric,) = site.folder.glob("mlruns/*/*/metrics/accuracy")
+    (metric,) = site.folder.glob("mlruns/*/*/metrics/eval_accuracy")
     lines = [line.split() for line in metric.read_text().splitlines()]
     assert [(int(step), float(value)) for _, value, step in lines] == curve
     assert (metric.parents[1] / "params" / "epochs").read_text() == "3"
@@ -63,7 +65,7 @@ def test_trackers_get_each_evaluation(site: Site, monkeypatch: pytest.MonkeyPatc
     with sqlite3.connect(folder / "digits.db") as database:
         (count,) = database.execute("SELECT count(*) FROM metrics").fetchone()
     database.close()
-    assert count == 3
+    assert count == 4
 
     failures = [one for one in run.events() if one.event == "callback_failed"]
     assert [(one.what, one.error) for one in failures] == [

@@ -44,6 +44,10 @@ def test_the_test_set_gets_a_line(record: Record, capsys: pytest.CaptureFixture[
         "test: accuracy 80.00 %, loss 0.5",
         "small-1: finished",
     ]
+    state = ended(record, "running", 0, attempt=2)
+    with progress(Run(record)) as show:
+        show(state)
+    assert capsys.readouterr().err == "small-1: running\n", "what an earlier attempt has shown"
 
 
 def test_why_a_run_has_stalled(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
