@@ -84,6 +84,8 @@ def chain_spec(
         "local": "local",
         "delayed": "delayed",
         "late-1": {"delayed": {"max_late": 1, "predict": True}},
+        "late-1-4": {"delayed": {"max_late": 1, "predict": True, "micro_batches": 4}},
+        "late-6": {"delayed": {"max_late": 6, "predict": True}},
         "exact-4": {"exact": {"micro_batches": 4}},
         "exact-8": {"exact": {"micro_batches": 8}},
     }

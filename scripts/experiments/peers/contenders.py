@@ -51,6 +51,8 @@ CHAINS: Mapping[str, tuple[str, str]] = {
     "delayed": ("delayed", "float32"),
     "delayed-bf16": ("delayed", "bfloat16"),
     "late-1": ("late-1", "float32"),
+    "late-1-4": ("late-1-4", "float32"),
+    "late-6": ("late-6", "float32"),
     "exact-4": ("exact-4", "float32"),
     "exact-8": ("exact-8", "float32"),
 }
@@ -69,6 +71,8 @@ INTERFACES: Mapping[str, str] = {
     "local": "local losses",
     "delayed": "late gradients",
     "late-1": "late gradients",
+    "late-1-4": "late gradients",
+    "late-6": "late gradients",
     "exact-4": "backprop",
     "exact-8": "backprop",
 }
@@ -164,11 +168,12 @@ def in_flight(name: str, stage: int, stages: int) -> int:
     """Micro-batches under way between a stage of an asynchronous pipeline and the last one.
 
     1F1B has ``stages - stage`` (Narayanan et al. 2019, sec. 3.2). With a slow line in the middle
-    that leaves the stages before it waiting, so that these have more: 2BW as many as it has
-    micro-batches, which its two versions of the weights allow; async-1f1b-K K at the first stage.
+    that leaves the stages before it waiting, so that these have more: at the first stage 2BW has as
+    many as its two versions of the weights allow, one more than micro-batches, and async-1f1b-K has
+    K; each stage has one fewer than the one before it, so that none waits for that one's next.
     """
     kind, number = kind_of(name)
     wanted = stages - stage
     if 2 * stage < stages:
-        wanted = max(wanted, number if kind == "2bw" else number - stage)
+        wanted = max(wanted, number + (kind == "2bw") - stage)
     return min(wanted, number + 1) if kind == "2bw" else wanted

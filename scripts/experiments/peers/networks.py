@@ -111,8 +111,26 @@ def _lm(width: int = 96, heads: int = 4, blocks: int = 4) -> Network:
     )
 
 
+def _devices(width: int = 64, row_us: float = 300.0) -> Network:
+    """Four layers, each as on a device of its own: 77 ms for a batch, three times in a step."""
+    layers: list[Layer] = [
+        ("device:Block", {"inputs": inputs, "outputs": width, "row_us": row_us})
+        for inputs in (784, width, width, width)
+    ]
+    layers.append(("Linear", {"in_features": width, "out_features": 10}))
+    return Network(
+        layers=tuple(layers),
+        batch=256,
+        cut=2,
+        quarters=(1, 2, 3),
+        activation=width,
+        synthesizer={"mlp": {}},
+        flatten=True,
+    )
+
+
 NETWORKS: Mapping[str, Network] = {
-    "mlp-1024": _mlp(1024), "mlp-256": _mlp(256), "cnn": _cnn(), "lm": _lm()
+    "mlp-1024": _mlp(1024), "mlp-256": _mlp(256), "cnn": _cnn(), "lm": _lm(), "devices": _devices()
 }  # fmt: skip
 
 
@@ -129,7 +147,7 @@ def data_spec(network: Network, folder: Path) -> dict[str, Any]:
 def write_sources(folder: Path) -> None:
     """The files that chains name by import path, beside their chain files."""
     here = Path(__file__).resolve().parents[1]
-    for path in (here / "chains" / "lm.py", here / "peers" / "streams.py"):
+    for path in (*(here / "chains" / name for name in ("lm.py", "device.py")), here / "peers" / "streams.py"):
         shutil.copy(path, folder / path.name)
 
 
