@@ -69,7 +69,15 @@ def check_host(
     site = _choose(workers, settings, chain.image.require_signed)
     job = settings.job
     exposed = exposure(chain, None if job is None else job.settings.interface)
-    warnings = filter(None, [exposed, None if settings.elsewhere else slow_bfloat16(workers)])
+    shared = not settings.elsewhere and all(worker.device == "cpu" for worker in workers)
+    warnings = filter(
+        None,
+        [
+            exposed,
+            None if settings.elsewhere else slow_bfloat16(workers),
+            None if shared else waiting(workers),
+        ],
+    )
     site = replace(
         site,
         data=data,
@@ -107,6 +115,25 @@ def exposure(chain: ChainSpec, interface: str | None = None) -> str | None:
     return (
         f"{cause}: anyone who can reach {interface!r} can read {what}, and take part in its "
         "training"
+    )
+
+
+def waiting(workers: Sequence[WorkerSpec]) -> str | None:
+    """Return the warning for modules that wait while devices of their own have nothing to do.
+
+    Measured: docs/results.md, "Modules on devices of their own".
+    """
+    waits = [worker.max_late for worker in workers if worker.max_late is not None]
+    head = workers[0].head
+    if not waits or head is None:
+        return None
+    count, modules = (min(waits) + 1) * head.micro_batches, len({w.module for w in workers})
+    if count >= modules:
+        return None
+    busy = "one" if count == 1 else f"at most {count}"
+    return (
+        f"modules wait for true gradients, so {busy} of {modules} computes at a time; with "
+        f"'micro_batches: {modules}' in 'interface' all of them do"
     )
 
 

@@ -176,4 +176,4 @@ def in_flight(name: str, stage: int, stages: int) -> int:
     wanted = stages - stage
     if 2 * stage < stages:
         wanted = max(wanted, number + (kind == "2bw") - stage)
-    return min(wanted, number + 1) if kind == "2bw" else wanted
+    return max(1, min(wanted, number + 1 - stage)) if kind == "2bw" else wanted

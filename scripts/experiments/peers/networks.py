@@ -147,7 +147,10 @@ def data_spec(network: Network, folder: Path) -> dict[str, Any]:
 def write_sources(folder: Path) -> None:
     """The files that chains name by import path, beside their chain files."""
     here = Path(__file__).resolve().parents[1]
-    for path in (*(here / "chains" / name for name in ("lm.py", "device.py")), here / "peers" / "streams.py"):
+    for path in (
+        *(here / "chains" / name for name in ("lm.py", "device.py")),
+        here / "peers" / "streams.py",
+    ):
         shutil.copy(path, folder / path.name)
 
 

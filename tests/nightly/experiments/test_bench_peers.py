@@ -126,8 +126,8 @@ def test_batches_under_way_in_asynchronous_pipelines() -> None:
 
     assert under_way("async-1f1b") == [4, 3, 2, 1], "as late as there are stages below"
     assert under_way("async-1f1b-8") == [8, 7, 2, 1], "more before the line"
-    assert under_way("2bw-8") == [8, 8, 2, 1]
-    assert under_way("2bw-2") == [3, 3, 2, 1], "no more than two versions of the weights allow"
+    assert under_way("2bw-8") == [9, 8, 2, 1], "none waits for the next one of the stage above"
+    assert under_way("2bw-2") == [3, 2, 1, 1], "no more than two versions of the weights allow"
 
 
 @pytest.mark.parametrize("name", NETWORKS)

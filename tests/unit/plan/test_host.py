@@ -254,6 +254,30 @@ def test_what_is_exposed_where_the_site_names_the_interface(chain: ChainSpec) ->
     assert found.startswith("'replication.backend: gloo': anyone who can reach 'ib0' can read the")
 
 
+@pytest.mark.parametrize(
+    ("late", "parts", "warned"),
+    [
+        (0, 1, "one of 3 computes"),
+        (1, 1, "at most 2 of 3 computes"),
+        (0, 2, "at most 2 of 3 computes"),
+        (1, 2, None),
+        (None, 1, None),
+    ],
+)
+def test_modules_that_wait_for_each_other_are_counted(
+    workers: tuple[WorkerSpec, ...], chain: ChainSpec, late: int | None, parts: int,
+    warned: str | None,
+) -> None:  # fmt: skip
+    """No more of them compute than parts of batches may be under way; on one host that is right."""
+    assert workers[0].head is not None
+    given = tuple(worker.model_copy(update={"max_late": late}) for worker in workers)
+    head = workers[0].head.model_copy(update={"micro_batches": parts})
+    given = (given[0].model_copy(update={"head": head}), *given[1:])
+    assert check(chain, given).notices == ()
+    notices = check(chain, given, scheduler="ssh").notices
+    assert [warned is not None and warned in text for text in notices] == [True] * bool(warned)
+
+
 @pytest.mark.usefixtures("apptainer")
 def test_mounts(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
     write_images(tmp_path / "images", workers)
