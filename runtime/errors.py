@@ -254,6 +254,8 @@ def with_causes(error: BaseException) -> str:
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(texts) < 10:
-        texts.append(f"{type(cause).__name__}: {cause}")
+        text = f"{type(cause).__name__}: {cause}"
+        if text not in texts and not isinstance(cause, DniError):  # of an earlier try
+            texts.append(text)
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return ", caused by ".join(texts)

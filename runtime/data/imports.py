@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dni_runtime.errors import SpecError, with_causes
-from dni_runtime.spec.choices import meant_in
+from dni_runtime.spec.choices import meant_in, missing_module
 from dni_runtime.spec.named import IMPORT_KEY
 
 
@@ -28,11 +28,7 @@ def import_target(name: str, base: Path, *, what: str, location: Sequence[str | 
     except ModuleNotFoundError as error:
         own = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
         raise SpecError(
-            f"{what} {name!r}: there is no module {error.name!r}; {looked}"
-            if own
-            else f"{what} {name!r}: {module_name!r} imports {error.name!r}, which is missing"
-            if error.name
-            else f"{what} {name!r}: importing {module_name!r} failed: {with_causes(error)}",
+            f"{what} {name!r}: {missing_module(module_name, error)}{f'; {looked}' if own else ''}",
             location=location,
             hint=None if own else "install it, and list it under image.requirements",
         ) from None
@@ -82,7 +78,7 @@ def make(value: Any, base: Path, location: Sequence[str | int]) -> Any:
     args = items.get("args") or {}
     try:
         return target(**args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in args.items())
         raise SpecError(
             f"{name}({shown}) raises {type(error).__name__}: {error}", location=location

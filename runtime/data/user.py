@@ -186,7 +186,7 @@ def _make(
         dataset = target(**arguments)
     except DniError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(
             f"data set {name!r} cannot be made: {call} raises {type(error).__name__}: {error}",
             hint="it is called with 'train', with 'path' if data.path is set, and with data.args; "

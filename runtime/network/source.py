@@ -154,7 +154,7 @@ def build_network(spec: NetworkSpec) -> nn.Module:
     build = find_attribute(spec.target, "network", ())
     try:
         network = build(**spec.args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SpecError(
             f"{spec.target}({_written(spec.args)}) failed{guilty_line(error)[0]}: "
             f"{type(error).__name__}: {first_line(error)}",

@@ -247,9 +247,19 @@ def _beside(folder: Path, chain: ChainSpec) -> ChainSpec:
     return chain.model_copy(update={"mounts": mounts, "image": image, "data": data})
 
 
+_NEEDED = "click", "numpy", "pydantic", "rich", "safetensors", "torch", "yaml", "zmq"
+
+
 @contextmanager
 def importing_from(folder: Path) -> Iterator[None]:
     """Make a folder the base of the user's import paths."""
+    for name in _NEEDED:
+        for file in (folder / f"{name}.py", folder / name / "__init__.py"):
+            if file.exists():
+                raise UsageError(
+                    f"{str(file)!r} hides the package {name!r}, which this program needs",
+                    hint="give it another name",
+                )
     sys.path.insert(0, str(folder))
     try:
         yield

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import attrgetter
+from traceback import extract_tb
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from dni_runtime.errors import SpecError, UsageError, with_causes
+from dni_runtime.errors import DniError, SpecError, UsageError, with_causes
 from dni_runtime.spec import Choice
 from dni_runtime.spec.load import explain_details, suggestion
 
@@ -65,32 +66,47 @@ def find_attribute(name: str, kind: str, location: Location) -> Any:
     module_name, attribute = name.split(":")
     try:
         module = importlib.import_module(module_name)
-        return attrgetter(attribute)(module)
     except ModuleNotFoundError as error:
-        missing = f"there is no module {error.name!r}"
         raise SpecError(
-            f"{kind} {name!r}: {missing if error.name else with_causes(error)}",
+            f"{kind} {name!r}: {missing_module(module_name, error)}",
             location=location,
             hint="imports start at the folder of chain.yaml, or name an installed package; images "
             "have those of 'image.requirements'",
-        ) from None
-    except AttributeError:
-        raise SpecError(
-            f"{kind} {name!r}: module {module_name!r} has no {attribute!r}",
-            location=location,
-            hint=meant_in(module, attribute),
         ) from None
     except (Exception, SystemExit) as error:
         raise SpecError(
             f"{kind} {name!r}: importing {module_name!r} failed: {with_causes(error)}",
             location=location,
         ) from error
+    try:
+        return attrgetter(attribute)(module)
+    except AttributeError:
+        raise SpecError(
+            f"{kind} {name!r}: module {module_name!r} has no {attribute!r}",
+            location=location,
+            hint=meant_in(module, attribute),
+        ) from None
+
+
+def missing_module(wanted: str, error: ModuleNotFoundError) -> str:
+    """Return which module is missing, and where another one than ``wanted`` is imported."""
+    if error.name is None:
+        return f"importing {wanted!r} failed: {with_causes(error)}"
+    if f"{wanted}.".startswith(f"{error.name}."):
+        return f"there is no module {error.name!r}"
+    frames = [one for one in extract_tb(error.__traceback__) if not one.filename.startswith("<")]
+    at = f" ({frames[-1].filename}:{frames[-1].lineno})"
+    return f"{wanted!r} imports {error.name!r}, which is missing{at}"
 
 
 def meant_in(module: object, attribute: str) -> str | None:
     """Return ``did you mean …?`` with the most similar name of a module, or None."""
     close = difflib.get_close_matches(attribute, vars(module), n=1)
     return f"did you mean {close[0]!r}?" if close else None
+
+
+_REFUSALS = TypeError, ValueError, RuntimeError, AssertionError, ImportError
+"""Errors by which a class refuses its arguments; others are named by their class."""
 
 
 def call(
@@ -105,7 +121,9 @@ def call(
     check_keywords(cls, args, name=name, location=location, positional=len(positional))
     try:
         return cls(*positional, **args)
-    except (TypeError, ValueError, RuntimeError, AssertionError, ImportError) as error:
+    except DniError:
+        raise
+    except (Exception, SystemExit) as error:
         for keyword, p in inspect.signature(cls).parameters.items():
             value = args.get(keyword)
             if _is_number(p) and not (value is None or isinstance(value, int | float)):
@@ -113,7 +131,8 @@ def call(
                     f"{name} needs a number as {keyword!r}, not {value!r}",
                     location=(*location, keyword),
                 ) from None
-        raise SpecError(f"{name} refuses {dict(args)}: {error}", location=location) from None
+        text = str(error) if isinstance(error, _REFUSALS) else f"{type(error).__name__}: {error}"
+        raise SpecError(f"{name} refuses {dict(args)}: {text}", location=location) from error
 
 
 def _is_number(parameter: inspect.Parameter) -> bool:

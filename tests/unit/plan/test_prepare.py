@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from dni_runtime.api.planning import plan_run
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.data import open_data
-from dni_runtime.errors import DataError, SpecError
-from dni_runtime.plan.prepare import prepare, prepare_again
+from dni_runtime.errors import DataError, SpecError, UsageError
+from dni_runtime.plan.prepare import importing_from, prepare, prepare_again
 from dni_runtime.plan.settings import StartSettings
 from dni_runtime.plan.splitting import split_chain
 from dni_runtime.spec.load import parse_yaml
@@ -260,3 +260,15 @@ def test_tied_weights_have_a_gradient_in_whole_batches(tmp_path: Path) -> None:
     looked = prepare(tmp_path / "chain.yaml").looked
     assert looked is not None
     assert looked.checked[-1].startswith("training and evaluation of 32 ")
+
+
+@pytest.mark.parametrize("file", ["torch.py", "numpy/__init__.py"])
+def test_a_file_that_hides_a_package_is_named(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("")
+    with (
+        pytest.raises(UsageError, match=rf"{file}' hides the package '(torch|numpy)'"),
+        importing_from(tmp_path),
+    ):
+        pass
+    assert str(tmp_path) not in sys.path
