@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from dni_runtime.run.documents.reports import Report
 from dni_runtime.run.documents.state import RunState, process_birth
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.supervise.start import end_leftovers
@@ -71,3 +74,31 @@ def test_whoever_is_left_is_gone_afterwards(run: RunDir, code: str, number: int)
         grace_s = 30 if number == signal.SIGTERM else 0.2
         assert end_leftovers(run, found, grace_s).phase == "lost"
         assert process.poll() == -number
+
+
+@pytest.mark.parametrize("planned", [1, 2])
+def test_a_worker_that_could_not_be_recorded_is_ended(run: RunDir, planned: int) -> None:
+    """Its supervisor died between the start and the write of the state: the worker tells of itself.
+
+    It is the first one of its module, or a restart that the plan knows and the state does not.
+    """
+    state = RunState.begin("process", 1, ["a"])
+    state.phase, state.born = "running", 1
+    if planned == 2:
+        state.modules["a"].pid, state.modules["a"].born = 1, 1  # of the one before
+    state.write(run)
+    run.plan.write_text(json.dumps({"workers": [{"module": "a", "attempt": planned}]}))
+    argv = [sys.executable, "-I", "-S", "-c", OBEDIENT]
+    with subprocess.Popen(argv, start_new_session=True) as process:
+        report = Report(
+            attempt=planned,
+            pid=process.pid,
+            born=process_birth(process.pid),
+            host=socket.gethostname(),
+            state="running",
+        )
+        run.worker("a").write_text(report.model_dump_json())
+        found = RunState.read(run)
+        assert found.phase == "unsupervised"
+        end_leftovers(run, found, 30)
+        assert process.poll() == -signal.SIGTERM
