@@ -137,6 +137,10 @@ class Front:
             for below in output.links:
                 self._links.neighbours.look(below)
             output.receive()
+            now_s = time.monotonic()
+            while output.room and (lost := self._open.lost(now_s)):
+                log.warning("a batch is sent again: later ones have been answered")
+                self._send(output, *lost)
             while self._waiting and output.room:
                 self._send(output, *self._waiting.popleft())
             for index, link in enumerate(input.links):  # of exits, then of the chain's output
@@ -145,10 +149,9 @@ class Front:
                     # One MISSED stands for several; or another lane brings them.
                     known = max(self._last[index], self._former)
                     for missed in range(item.id if link.chosen else known + 1, item.id):
-                        self._answer(self._open.came(missed, number, None))
+                        self._answer(self._open.came(missed, number, None, now_s))
                     self._last[index] = item.id
-                    self._answer(self._open.came(item.id, number, _part(item)))
-            now_s = time.monotonic()
+                    self._answer(self._open.came(item.id, number, _part(item), now_s))
             self._answer(self._open.late(now_s))
             wait_s = min(self._open.wait_s(now_s), self._acknowledge(input, now_s))
             self._metrics.now("input" if self._open else "data")
@@ -167,7 +170,7 @@ class Front:
 
     def _send(self, output: Fanout, id: int, inputs: tuple[Tensor, ...], whole: bool) -> None:
         self._position += 1
-        self._open.sent(self._position, id, time.monotonic(), whole=whole)
+        self._open.sent(self._position, id, time.monotonic(), inputs, whole=whole)
         h = torch.empty(len(inputs[0]), 0)
         epoch = WHOLE if whole else 0
         output.send_batch(Batch(self._position, epoch, Mode.PREDICT, (), h, data=inputs), h)

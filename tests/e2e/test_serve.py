@@ -248,6 +248,64 @@ def test_a_batch_that_kills_workers_fails_alone(site: Site) -> None:
         served.run("serve", "--stop")
 
 
+WAITING = """\
+import time
+from pathlib import Path
+from torch import nn
+
+class Waiting(nn.ReLU):
+    def forward(self, x):
+        here = Path(__file__)
+        if (x > 1e6).any():
+            here.with_name("begun").touch()
+            while not here.with_name("go").exists():
+                time.sleep(0.01)
+        return super().forward(x)
+"""
+
+
+def test_a_batch_that_is_lost_by_several_deaths_is_sent_again(site: Site) -> None:
+    """A replica has it, another has had later ones, and both die with the module before them."""
+    served = Served(site.folder)
+    (site.folder / "waiting.py").write_text(WAITING)
+    first, middle, last = CHAIN.split("ReLU]")
+    chain = f"{first}ReLU]{middle}{{import: 'waiting:Waiting'}}]{last}"
+    served.run("up", served.write(1, chain=chain), "--backend", "process", "--name", "trained")
+    served.serve(
+        "trained", "--backend", "process", "--trust", "--replicas", "middle=2", "--probe", "2",
+        "--deadline", "80", "--max-batch", "1",
+    )  # fmt: skip
+    tensor = {"name": "input", "datatype": "FP32", "shape": [1, 64]}
+    service, there = site.folder / "runs" / NAME, site.folder / "runs" / NAME / "1" / "src"
+
+    def ask(value: float) -> int:
+        body = {"inputs": [{**tensor, "data": [value] * 64}]}
+        return served.get(f"/v2/models/{NAME}/infer", body)[0]
+
+    def again() -> bool:
+        return "is sent again" in (service / "service.log").read_text()
+
+    try:
+        for _ in range(6):  # which replica gets it, before and after, is not known
+            with ThreadPoolExecutor(4) as pool:
+                asked = [pool.submit(ask, 1e9)]
+                eventually("it is computed", (there / "begun").exists)
+                asked += [pool.submit(ask, 0.5) for _ in range(3)]
+                eventually("the other has answered", lambda a=asked: any(one.done() for one in a))
+                for module, pid in served.pids("1").items():
+                    if module != "top":
+                        os.kill(pid, signal.SIGKILL)
+                (there / "go").touch()
+                assert [one.result() for one in asked] == [200] * 4
+            if again():
+                break
+            for name in ("go", "begun"):
+                (there / name).unlink()
+        assert again()
+    finally:
+        served.run("serve", "--stop")
+
+
 def test_versions_change_without_a_lost_request(served: Served) -> None:
     served.serve("trained", "--backend", "process")
     assert "runs at" in served.run("serve", "trained", expect=64).stderr
