@@ -161,8 +161,13 @@ def serve(source: str | None, runs: Path, name: str | None, as_json: bool, **opt
         _show(state, as_json)
         return
     assert path is not None
-    if counts and (options["in_process"] or path.is_file()):
-        raise UsageError("one process has no replicas", hint="omit --replicas")
+    if options["in_process"] or path.is_file():
+        for option in ("replicas", "hosts", "exit_accuracy", "exit_confidence"):
+            if options[option] not in (None, ()):
+                flag = f"--{option.replace('_', '-')}"
+                raise UsageError(
+                    f"{flag} is for modules, and this is one process", hint=f"omit {flag}"
+                )
     folder = runs.absolute() / (name or service_name(path))
     settings = Settings(
         source=path,

@@ -52,11 +52,15 @@ class PlannedRun:
                 store.note_user(folder, run.root)
         return run
 
+    def check(self) -> None:
+        """Raise an error if its hosts cannot be used."""
+        SCHEDULERS[self.settings.scheduler].check(self.plan)
+
     def launch(self) -> Launch:
         """Create it, if its hosts can be used, and become its owner."""
         from dni_runtime.supervise.start import Launch
 
-        SCHEDULERS[self.settings.scheduler].check(self.plan)
+        self.check()
         return Launch.of(self.create(), self.plan)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dni_runtime.api.answering import plan_deployment
 from dni_runtime.api.deployment import Deployment, deploy
 from dni_runtime.api.services import order_of, state_of
 from dni_runtime.errors import DniError, UsageError, WorkerError
@@ -127,7 +128,8 @@ class Service:
         assert order.source is not None
         self._number += 1
         name = str(self._number)
-        deployment = deploy(name, order.source, order.cut, self._folder, self._settings)
+        plan = plan_deployment(name, order.source, order.cut, self._folder, self._settings)
+        deployment = deploy(plan)
         deployment.order = order
         deployment.until_s = time.monotonic() + self._settings.ready_s
         self._deployments[name] = deployment

@@ -42,10 +42,29 @@ def service_name(source: Path) -> str:
 
 
 def make_service(folder: Path, settings: Settings) -> None:
-    """Make a service's folder.
+    """Make a service's folder, if the service can be started.
 
     Raises:
-        UsageError: One runs there, it is something else, or the settings cannot be carried out.
+        DniError: It cannot be started with these settings: nothing has been made.
+    """
+    check_folder(folder)
+    from dni_runtime.api.answering import plan_deployment
+    from dni_runtime.serving.server import check_server
+
+    plan = plan_deployment("new", settings.source, settings.cut, folder, settings)
+    if plan.run is not None:
+        plan.run.check()
+    check_server(settings.http)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    settings.write(folder / "settings.json")
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a service can have this folder, and that what it needs is installed.
+
+    Raises:
+        UsageError: One runs there, or it is something else.
+        UnavailableError: A package is missing.
     """
     for package in ("uvicorn", "httptools", "uvloop", "orjson"):
         if find_spec(package) is None:
@@ -60,9 +79,6 @@ def make_service(folder: Path, settings: Settings) -> None:
         )
     if folder.exists() and (state is None or not _is_callers(folder)):
         raise UsageError(f"{str(folder)!r} is no service of yours", hint="use another --name")
-    settings.http.token()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    settings.write(folder / "settings.json")
 
 
 def start_service(folder: Path, settings: Settings) -> ServiceState:

@@ -40,6 +40,21 @@ def serve(settings: Settings, modules: Callable[[], list[list[str]]] = list) -> 
         UsageError: The settings cannot be carried out.
         UnavailableError: The port is in use.
     """
+    server = _made(settings, modules)
+    try:
+        server.start()
+    except BaseException:
+        server.discard()
+        raise
+    return server
+
+
+def check_server(settings: Settings) -> None:
+    """Raise what :func:`serve` would raise; nothing listens afterwards."""
+    _made(settings, list).discard()
+
+
+def _made(settings: Settings, modules: Callable[[], list[list[str]]]) -> Server:
     token = settings.token()
     try:
         listener = socket.create_server(
@@ -52,12 +67,10 @@ def serve(settings: Settings, modules: Callable[[], list[list[str]]] = list) -> 
         text = f"cannot listen at {where}: {error.strerror or error}"
         raise UnavailableError(text, hint="choose another port, or 0 for any") from None
     try:
-        server = Server(settings, listener, token, modules)
-        server.start()
+        return Server(settings, listener, token, modules)
     except BaseException:
         listener.close()
         raise
-    return server
 
 
 class Server:
@@ -111,6 +124,11 @@ class Server:
             if not self._thread.is_alive():
                 raise UnavailableError(f"the server at {self.url} has not started")
             time.sleep(0.01)
+
+    def discard(self) -> None:
+        """Close what a server has that does not run."""
+        self._listener.close()
+        self._loop.close()
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function, such as a method of ``versions``, in the server's thread."""

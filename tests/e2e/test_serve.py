@@ -218,6 +218,21 @@ def test_modules_are_killed_and_hang_while_clients_ask(served: Served) -> None:
     served.ask(torch.randn(3, 64))
 
 
+def test_what_cannot_be_served_is_refused_before_anything_is_made(site: Site) -> None:
+    site.run("up", site.write(1), "--backend", "process", "--name", "trained")
+    for options, text in [
+        (["--replicas", "no=2"], "there is no module 'no'"),
+        (["--exit-accuracy", "0.5"], "have not been measured"),
+        (["--tls", "chain.yaml", "chain.yaml"], "cannot be used"),
+        (["--in-process", "--hosts", "localhost"], "--hosts is for modules"),
+    ]:
+        refused = site.run(
+            "serve", "trained", "-d", "--backend", "process", "--port", "0", *options, expect=64
+        )
+        assert text in refused.stderr
+        assert [path.name for path in (site.folder / "runs").iterdir()] == ["trained"]
+
+
 DEADLY = """\
 import os, signal
 from torch import nn

@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.api.services import find_service, make_service
+from dni_runtime.api.services import check_folder, find_service
 from dni_runtime.errors import UsageError
 from dni_runtime.run.documents.state import process_birth
-from dni_runtime.serving.documents import ServiceState, Settings
-from dni_runtime.serving.settings import Settings as HttpSettings
-
-SETTINGS = Settings(source=Path("run"), http=HttpSettings())
+from dni_runtime.serving.documents import ServiceState
 
 
 def service(folder: Path, *, runs: bool) -> Path:
@@ -31,19 +28,15 @@ def service(folder: Path, *, runs: bool) -> Path:
 
 
 def test_only_a_folder_of_an_own_service_that_has_ended_is_used(tmp_path: Path) -> None:
-    make_service(service(tmp_path / "ended", runs=False), SETTINGS)
-    make_service(tmp_path / "new", SETTINGS)
+    check_folder(service(tmp_path / "ended", runs=False))
+    check_folder(tmp_path / "new")
     (tmp_path / "link").symlink_to(tmp_path / "ended")
     (tmp_path / "other").mkdir()
     for name in ("link", "other"):
         with pytest.raises(UsageError, match="is no service of yours"):
-            make_service(tmp_path / name, SETTINGS)
+            check_folder(tmp_path / name)
     with pytest.raises(UsageError, match="runs at"):
-        make_service(service(tmp_path / "running", runs=True), SETTINGS)
-    open_to_all = SETTINGS.model_copy(update={"http": HttpSettings(host="0.0.0.0")})
-    with pytest.raises(UsageError, match="without a token"):
-        make_service(tmp_path / "open", open_to_all)
-    assert not (tmp_path / "open").exists()
+        check_folder(service(tmp_path / "running", runs=True))
 
 
 def test_the_only_one_that_runs_is_meant(tmp_path: Path) -> None:
