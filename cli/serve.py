@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 @click.option("--name", metavar="NAME", help="The service's name (default: the chain's).")
 @detach_option
 @click.option("--in-process", is_flag=True, help="The whole network in one process.")
+@click.option(
+    "--preprocess",
+    is_flag=True,
+    help="Requests have raw samples (8-bit images, say), which are normalised as in the training.",
+)
 @backend_option
 @images_option
 @hosts_option
@@ -173,6 +178,7 @@ def serve(source: str | None, runs: Path, name: str | None, as_json: bool, **opt
         source=path,
         cut=cut,
         in_process=options["in_process"],
+        preprocess=options["preprocess"],
         backend=options["backend"],
         images=options["images"].absolute(),
         hosts=options["hosts"],

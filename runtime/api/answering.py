@@ -24,6 +24,7 @@ from dni_runtime.schedulers.slurm.commands import own_job
 from dni_runtime.schedulers.ssh import parse_hosts
 from dni_runtime.serving.documents import Settings, Version
 from dni_runtime.serving.protocol import Signature
+from dni_runtime.spec.edge import Preprocessing
 from dni_runtime.spec.worker import ExitRole
 
 
@@ -46,11 +47,12 @@ def plan_deployment(
     if source.is_file():
         header, network = read_header(source), load_model(source, trust=settings.trust)
         signature = Signature.of(header.inputs, header.outputs)
+        signature = _asked(signature, header.preprocessing, settings)
         return PlannedDeployment(version, signature, network, None, 0.0)
     trained = Checkpointed(Record.read(source), trust=settings.trust)
     trained.check_trusted()
     cut = trained.choose_cut()[0] if cut is None else cut
-    signature = signature_of(trained.record)
+    signature = _asked(signature_of(trained.record), trained.record.preprocessing, settings)
     version = version.model_copy(update={"cut": cut})
     if settings.in_process:
         with importing_from(trained.directory.sources):
@@ -67,6 +69,19 @@ def plan_deployment(
         start = replace(start, scheduler="slurm", job=job_here(root, prepared, "info"))
     run = plan_run(prepared, start)
     return PlannedDeployment(version, signature, None, run, settings.exit_wait_s)
+
+
+def _asked(signature: Signature, known: Preprocessing | None, settings: Settings) -> Signature:
+    """Return what requests have to have: the network's inputs, or raw samples."""
+    if not settings.preprocess:
+        return signature
+    if known is None:
+        raise UsageError(
+            "it is not known how samples of its data are made from raw ones",
+            hint="omit --preprocess: clients send the network's inputs. It is known of the data "
+            "sets 'npz', 'digits', 'mnist', 'fashion-mnist' and 'cifar10'",
+        )
+    return replace(signature, preprocessing=known)
 
 
 def _images(source: Path, settings: Settings) -> Path:

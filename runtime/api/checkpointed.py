@@ -103,7 +103,13 @@ class Checkpointed:
         else:
             with importing_from(self.directory.sources):
                 specs = self.record.specs()[1]
-                export_model(specs, self._states_of(cut), Path(output), force=force)
+                export_model(
+                    specs,
+                    self._states_of(cut),
+                    Path(output),
+                    force=force,
+                    preprocessing=self.record.preprocessing,
+                )
         write_card(self.record, cut, Path(output), state_dict=state_dict)
 
     def export_folder(self, folder: Path | str, cut: int | None = None) -> None:

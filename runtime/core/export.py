@@ -26,7 +26,7 @@ from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import DataError, DivergedError, SpecError, UsageError
 from dni_runtime.files import pinned, write_atomic
 from dni_runtime.network.piece import tie
-from dni_runtime.spec import LayerSpec, TensorSpec, WorkerSpec
+from dni_runtime.spec import LayerSpec, Preprocessing, TensorSpec, WorkerSpec
 from dni_runtime.spec.choices import trusting
 from dni_runtime.spec.named import Frozen, Name
 
@@ -57,6 +57,7 @@ class ExportHeader(Frozen):
     inputs: tuple[TensorSpec, ...]  # one sample of each of the data's
     outputs: tuple[TensorSpec, ...]
     modules: tuple[ExportedModule, ...]
+    preprocessing: Preprocessing | None = None  # of raw samples; None: not known
 
 
 def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Module:
@@ -110,7 +111,12 @@ def _source(input: str, names: Sequence[str]) -> tuple[int, int | None]:
 
 
 def export_model(
-    workers: Sequence[WorkerSpec], states: Mapping[str, Path], output: Path, *, force: bool = False
+    workers: Sequence[WorkerSpec],
+    states: Mapping[str, Path],
+    output: Path,
+    *,
+    force: bool = False,
+    preprocessing: Preprocessing | None = None,
 ) -> nn.Module:
     """Write the whole network to one file, in the format of the file's ending; return the network.
 
@@ -162,9 +168,11 @@ def export_model(
             )
             for worker in workers
         ),
+        preprocessing=preprocessing,
     )
     tensors = separate(model.state_dict())
-    data = save(tensors, metadata={METADATA: description.model_dump_json(), "format": "pt"})
+    text = description.model_dump_json(exclude={"preprocessing"} if preprocessing is None else None)
+    data = save(tensors, metadata={METADATA: text, "format": "pt"})
     write_atomic(output, data, mode=0o644)
     return model
 

@@ -156,7 +156,7 @@ def _splits(
         else:
             if mean is not None and std is not None:
                 x_N = x_N.sub_(mean).div_(std)
-            split = MemorySplit(x_N, y_N)
+            split = MemorySplit(x_N, y_N, mean, std)
         splits.append(split)
     return splits[0], splits[1]
 

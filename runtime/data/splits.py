@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dni_runtime.packing import no_labels
+from dni_runtime.spec import Preprocessing, TensorSpec
 
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]
 """Samples (B, …), float32 unless the data set holds integers, and labels (B, …), int64 or float32.
@@ -45,6 +46,10 @@ class Split(Protocol):
         """Return each sample's class, int64 (N,); None if it has none, or had to be read for it."""
         return None
 
+    def preprocessing(self) -> Preprocessing | None:
+        """Return how its samples were made of raw ones; None if that is not known."""
+        return None
+
     def in_epoch(self, rng: np.random.Generator) -> Split:
         """Return the samples as one epoch uses them, possibly varied with ``rng``."""
         return self
@@ -64,9 +69,9 @@ class MemorySplit(Split):
 
     x: Tensor  # (N, …): uint8 images, or float32 or int64, which stay unchanged
     y: Tensor  # (N, …), int64 or float32
-    # Subtracted from uint8 images, in their own units; broadcasts over a sample.
+    # Subtracted from uint8 images in their units, from floats before; broadcasts over a sample.
     mean: Tensor | None = None
-    std: Tensor | None = None  # divisor of uint8 images after that
+    std: Tensor | None = None  # divisor after that
 
     def __len__(self) -> int:
         return len(self.x)
@@ -83,6 +88,17 @@ class MemorySplit(Split):
 
     def classes(self) -> Tensor | None:
         return self.y if self.y.dtype == torch.int64 and self.y.dim() == 1 else None
+
+    def preprocessing(self) -> Preprocessing | None:
+        """Return how its samples were made of raw ones."""
+        if self.std is None:
+            return None
+        dtype = str(self.x.dtype).removeprefix("torch.")
+        return Preprocessing(
+            raw=TensorSpec(shape=tuple(self.x.shape[1:]), dtype=dtype),
+            mean=(0.0,) if self.mean is None else tuple(self.mean.flatten().tolist()),
+            std=tuple(self.std.flatten().tolist()),
+        )
 
 
 @dataclass(frozen=True)
@@ -119,6 +135,10 @@ class Halves(Split):
 
     def classes(self) -> Tensor | None:
         return self._there[0].classes()
+
+    def preprocessing(self) -> Preprocessing | None:
+        """Return how its samples were made of raw ones."""
+        return None if self.samples is None else self.samples.preprocessing()
 
     def in_epoch(self, rng: np.random.Generator) -> Halves:
         """Return both as one epoch uses them, varied by the same random numbers."""

@@ -118,6 +118,7 @@ def create_run(
         carried=None if prepared.carried is None else prepared.carried.record.run.root,
         serves=None if prepared.trained is None else prepared.trained.record.run.root,
         images=dict(images or {}),
+        preprocessing=None if prepared.looked is None else prepared.looked.preprocessing,
         epochs=prepared.chain.epochs,
         batches_per_epoch=prepared.batches_per_epoch,
         total_steps=prepared.total_steps,

@@ -179,6 +179,10 @@ def prepare_again(prepared: CheckedChain, written: ChainSpec) -> CheckedChain:
     from dni_runtime.resolve.resolve import resolved_chain, worker_specs
 
     base, info, location = prepared.base.absolute(), prepared.info, prepared.data
+    looked, other = prepared.looked, (prepared.written.data, written.data)
+    made = [(one.dataset, one.path, one.args, one.normalize) for one in other]
+    if looked is not None and made[0] != made[1]:
+        looked = looked._replace(preprocessing=None)
     with naming_file(prepared.path), importing_from(base):
         sources = prepared.sources | source_files(written, base)
         if written.data != prepared.written.data:
@@ -194,6 +198,7 @@ def prepare_again(prepared: CheckedChain, written: ChainSpec) -> CheckedChain:
             workers=workers,
             sources=sources,
             initial=find_initial(written, workers, base),
+            looked=looked,
         )
 
 

@@ -25,7 +25,7 @@ from dni_runtime.errors import DataError, DniError, SpecError
 from dni_runtime.network.source import built_once, first_line, guilty_line
 from dni_runtime.plan.initial import Weights, read_initial
 from dni_runtime.resolve.resolve import parameter_counts
-from dni_runtime.spec import ChainSpec, DataSpec, WorkerSpec
+from dni_runtime.spec import ChainSpec, DataSpec, Preprocessing, WorkerSpec
 
 ROWS = 4
 """Samples that go through the modules; more if the chain cuts batches into parts."""
@@ -47,6 +47,7 @@ class Coverage(NamedTuple):
     checked: tuple[str, ...] = ("names, keywords and shapes",)
     unchecked: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    preprocessing: Preprocessing | None = None  # of all data alike
 
     def and_at(self, *checked: str) -> Coverage:
         """Return it with more that has been looked at."""
@@ -79,6 +80,9 @@ def try_chain(
     for replica in range(chain.modules[0].most if chain.data.per_replica else 1):
         data = chain.data.of_replica(replica + 1)
         source = open_data(data.model_copy(update=few), base, seed=chain.seed)
+        made = source.splits["train"].preprocessing()
+        alike = replica == 0 or made == looked.preprocessing
+        looked = looked._replace(preprocessing=made if alike else None)
         for part, split in source.splits.items():
             seen = _look(part, split, data, loss, stops=stops)
             looked = looked.and_at(f"{seen} of {len(split)} samples ({part})")

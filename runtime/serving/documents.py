@@ -34,6 +34,7 @@ class Settings(Document):
     # numbers of workers, by module; none: as many as have trained
     replicas: dict[str, int] = Field(default_factory=dict)
     trust: bool = False
+    preprocess: bool = False  # requests have raw samples, as those of the training data were
     exit_accuracy: float | None = None  # points of accuracy that early exits may lose
     exit_confidence: float | None = None  # top probability at which samples leave, instead
     exit_wait_s: float = 2.0  # for the chain's output, until an exit answers for it

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dni_runtime.errors import RequestError, SpecError
-from dni_runtime.spec.edge import TensorSpec
+from dni_runtime.spec.edge import Preprocessing, TensorSpec
 
 
 class _Datatype(NamedTuple):
@@ -62,9 +62,10 @@ class Signature:
 
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
+    preprocessing: Preprocessing | None = None  # of the only input, if requests have raw samples
 
     def __post_init__(self) -> None:
-        for name, spec in (*self.inputs.items(), *self.outputs.items()):
+        for name, spec in (*self.asked.items(), *self.inputs.items(), *self.outputs.items()):
             if spec.dtype not in _DATATYPES or 0 in spec.shape:
                 raise SpecError(
                     f"requests over HTTP cannot carry {name!r}, which is {spec}",
@@ -82,6 +83,23 @@ class Signature:
         given = dict(zip(names, inputs, strict=True)) if names else _named("input", inputs)
         return cls(given, _named("output", outputs))
 
+    @property
+    def asked(self) -> Mapping[str, TensorSpec]:
+        """What requests send as inputs."""
+        if self.preprocessing is None:
+            return self.inputs
+        return dict.fromkeys(self.inputs, self.preprocessing.raw)
+
+    def prepared(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the network's inputs for those of a request."""
+        how = self.preprocessing
+        if how is None:
+            return inputs
+        (x,), (spec,) = inputs, self.inputs.values()
+        places = [-1, *(1 for _ in how.raw.shape[1:])] if len(how.mean) > 1 else []
+        mean, std = (torch.tensor(values).reshape(places) for values in (how.mean, how.std))
+        return (x.to(torch.float32).sub_(mean).div_(std).reshape(-1, *spec.shape),)
+
     def zeros(self) -> tuple[Tensor, ...]:
         """Return inputs of one row, of zeros."""
         return tuple(tensor.zero_() for tensor in empty(self.inputs, 1))
@@ -97,7 +115,7 @@ class Signature:
                 }
                 for name, spec in specs.items()
             ]
-            for group, specs in (("inputs", self.inputs), ("outputs", self.outputs))
+            for group, specs in (("inputs", self.asked), ("outputs", self.outputs))
         }
 
 
@@ -158,11 +176,12 @@ def read_request(
         raise _wrong("id", f"{_short(id)} is not a string")
 
     tensors: dict[str, Tensor] = {}
+    asked = signature.asked
     for number, item in enumerate(_list(document.get("inputs"), "inputs")):
         place = f"inputs[{number}]"
         entry = _object(item, place)
-        name = _name(entry, signature.inputs, tensors, place)
-        tensors[name], used = _tensor(entry, signature.inputs[name], data[end:], place)
+        name = _name(entry, asked, tensors, place)
+        tensors[name], used = _tensor(entry, asked[name], data[end:], place)
         end += used
     if len(tensors) < len(signature.inputs):
         missing = ", ".join(repr(name) for name in signature.inputs if name not in tensors)
@@ -177,7 +196,8 @@ def read_request(
     rows = {len(tensor) for tensor in inputs}
     if len(rows) != 1:
         raise _wrong("inputs", f"they have different numbers of rows: {sorted(rows)}")
-    return Request(id, rows.pop(), inputs, _requested(document, parameters, signature))
+    requested = _requested(document, parameters, signature)
+    return Request(id, rows.pop(), signature.prepared(inputs), requested)
 
 
 def write_response(

@@ -4,7 +4,7 @@ Pure data (pydantic, frozen, unknown keys refused); never imports torch or zmq.
 """
 
 from dni_runtime.spec.data import DataSpec
-from dni_runtime.spec.edge import NO_LABEL, EdgeSpec, TensorSpec
+from dni_runtime.spec.edge import NO_LABEL, EdgeSpec, Preprocessing, TensorSpec
 from dni_runtime.spec.graph import Graph
 from dni_runtime.spec.load import import_paths, load_chain, parse_chain, source_files
 from dni_runtime.spec.machines import (
@@ -52,6 +52,7 @@ __all__ = [
     "ModuleSpec",
     "MountSpec",
     "PlacementSpec",
+    "Preprocessing",
     "ResourcesSpec",
     "SelectionRole",
     "TailRole",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from dni_runtime.spec.named import Frozen
@@ -15,6 +17,15 @@ class TensorSpec(Frozen):
 
     def __str__(self) -> str:
         return f"{self.dtype}[{' x '.join(['B', *map(str, self.shape)])}]"
+
+
+class Preprocessing(Frozen):
+    """How raw samples become the network's: ``(x - mean) / std`` as float32, then its shape."""
+
+    raw: TensorSpec  # one sample before that
+    # Of all values, or of each channel, the first dimension.
+    mean: tuple[float, ...] = Field(min_length=1)
+    std: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1)
 
 
 NO_LABEL = TensorSpec(shape=(0,), dtype="float32")

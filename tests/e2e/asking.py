@@ -9,7 +9,9 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +61,22 @@ def compare(url: str, name: str, file: Path, headers: dict[str, str] | None = No
         answer = answered.as_numpy(output["name"])
         torch.testing.assert_close(torch.tensor(answer), y, atol=1e-5, rtol=1e-5)
     server.close()
+
+
+def ask_one(url: str, name: str, x: np.ndarray) -> Any:
+    """Return the only output for the only input, of the type that the server names."""
+    if find_spec("tritonclient") is None:
+        missing("the package tritonclient is not installed")
+    import tritonclient.http as client
+
+    server = client.InferenceServerClient(url.removeprefix("http://"), network_timeout=40)
+    (about,), (output,) = (server.get_model_metadata(name)[key] for key in ("inputs", "outputs"))
+    assert about["shape"] == [-1, *x.shape[1:]]
+    tensor = client.InferInput(about["name"], [*x.shape], about["datatype"])
+    tensor.set_data_from_numpy(x)
+    answer = server.infer(name, [tensor]).as_numpy(output["name"])
+    server.close()
+    return answer
 
 
 if __name__ == "__main__":

@@ -10,22 +10,26 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import as_file, files
 from importlib.util import find_spec
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import numpy as np
 import pytest
 import torch
 
 import dni_runtime
 from dni_runtime import Run
 from dni_runtime.api.services import start_service
+from dni_runtime.data import open_data
 from dni_runtime.run.documents.state import process_birth
 from dni_runtime.serving.documents import Settings
 from dni_runtime.serving.settings import Settings as HttpSettings
+from dni_runtime.spec import DataSpec
 from tests.conftest import eventually
-from tests.e2e.asking import compare
+from tests.e2e.asking import ask_one, compare
 from tests.e2e.conftest import CHAIN, Site, missing
 from tests.e2e.pages import DOCS, python, shell, write_files
 
@@ -136,6 +140,28 @@ def test_a_client_gets_what_the_exported_network_says(served: Served) -> None:
     served.serve("model.safetensors")  # in one process
     compare(served.url, NAME, model)
     assert served.json("serve", "--status")["versions"][0]["run"] is None
+
+
+def test_raw_images_are_normalised_as_in_the_training(served: Served) -> None:
+    """By modules, and by an exported file: 8-bit images of the data set's shape."""
+    served.serve("trained", "--backend", "process", "--preprocess")
+    with as_file(files("dni_runtime.data") / "digits.npz") as path, np.load(path) as archive:
+        raw = archive["x_eval"][:50].reshape(-1, 1, 8, 8)
+    spec = DataSpec(dataset="digits", batch_size=50, eval_batch_size=50, flatten=True)
+    x, _ = next(open_data(spec, served.folder, seed=0).eval_batches())
+    assert isinstance(x, torch.Tensor)
+    with torch.no_grad():
+        y = served.network(x)
+    for version in ("1", "2"):
+        answer = ask_one(served.url, NAME, raw)
+        torch.testing.assert_close(torch.tensor(answer), y, atol=1e-5, rtol=1e-5)
+        if version == "1":
+            served.run("serve", "--update", "model.safetensors")
+    status, answer = served.get(
+        f"/v2/models/{NAME}/infer",
+        {"inputs": [{"name": "input", "datatype": "FP32", "shape": [1, 64], "data": [0.5] * 64}]},
+    )
+    assert (status, "UINT8" in answer["error"]) == (400, True)
 
 
 def test_a_graph_with_two_inputs_answers(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from dni_runtime.run.documents.base import Document
+from dni_runtime.spec.edge import Preprocessing
 from dni_runtime.spec.profile import ProfileSpec
 
 FORMAT = 1
@@ -46,6 +47,7 @@ class RunRecord(RunHeader):
     release: str | None = None  # NAME:VERSION, if it is one: it does not change
     serves: Path | None = None  # the run whose network it serves; None: it trains
     images: dict[str, Path] = Field(default_factory=dict)  # by module, for containers
+    preprocessing: Preprocessing | None = None  # of its data; None: not known
     epochs: int  # requested
     batches_per_epoch: int | None = None  # training batches; None: not known
     total_steps: int | None = None  # the same, in the whole run
