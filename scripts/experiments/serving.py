@@ -10,7 +10,8 @@
 clients: the chain by four processes, ``--in-process``, uvicorn with nothing but the network, and
 peers in environments of their own. Two networks: one that takes microseconds, one of some 5 ms a
 batch. ``kills``: 64 clients ask all the time; every 10 s a module is killed (SIGKILL); a new
-version takes over, another one fails. ``leave``: four of five clients leave after 5 ms.
+version takes over, another one fails. ``leave``: four of five clients leave after 5 ms, beside as
+many that ask as often, each by a connection of its own, and wait for their answer.
 ``hostile``: requests that are wrong in all ways, beside 8 clients that are not. It is one file
 because the four share a client, a chain and a way to serve it.
 """
@@ -425,22 +426,23 @@ def leave(arguments: argparse.Namespace) -> None:
     folder = arguments.folder / "leave"
     train(folder, 64, 1)
 
-    async def go_away(url: str, until: float, count: list[int]) -> None:
+    async def come_and_go(url: str, until: float, count: list[int], patience_s: float) -> None:
         while time.monotonic() < until:
             client = await Client.open(url)
             task = asyncio.create_task(client.ask(BODY))
-            await asyncio.sleep(0.005)
+            await asyncio.wait([task], timeout=patience_s)
+            count[0] += not task.done()
             client.leave()
-            count[0] += 1
             await asyncio.gather(task, return_exceptions=True)
             await asyncio.sleep(0.1)
 
-    async def phase(url: str, title: str, leaving: int) -> None:
+    async def phase(url: str, title: str, others: int, patience_s: float) -> None:
         times: list[tuple[float, float]] = []
         failed: list[str] = []
         count, until = [0], time.monotonic() + arguments.seconds
         stay = (keep_asking(url, until, times, failed, 0.01) for _ in range(8))
-        await asyncio.gather(*stay, *(go_away(url, until, count) for _ in range(leaving)))
+        come = (come_and_go(url, until, count, patience_s) for _ in range(others))
+        await asyncio.gather(*stay, *come)
         took = [one for _, one in times]
         print(
             f"{title}: {len(took)} answers, {count[0]} have left, {len(failed)} failed, "
@@ -448,8 +450,11 @@ def leave(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
 
     with served(folder, "trained", "--backend", "process") as url:
-        for title, leaving in (("before", 0), ("while they leave", 32), ("after", 0)):
-            asyncio.run(phase(url, title, leaving))
+        asyncio.run(phase(url, "before", 0, 0))
+        for _ in range(arguments.rounds):
+            asyncio.run(phase(url, "beside 32 that wait", 32, 30))
+            asyncio.run(phase(url, "beside 32 that leave", 32, 0.005))
+        asyncio.run(phase(url, "after", 0, 0))
 
 
 def hostile(arguments: argparse.Namespace) -> None:
