@@ -18,7 +18,7 @@ from typing import NoReturn
 import click
 
 from dni_runtime import __version__
-from dni_runtime.errors import CheckpointError, DniError, UnavailableError
+from dni_runtime.errors import CheckpointError, DniError, UnavailableError, exited
 from dni_runtime.files import is_full
 from dni_runtime.garbage import collect_seldom, run_program
 from dnictl.show import printable
@@ -146,6 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = 1  # as in click
     except DniError as error:
         code = _report(error, color)
+    except SystemExit as error:
+        if (of_user := exited(error)) is None:
+            raise
+        code = _report(of_user, color)
     except Exception as error:
         if _lacks_torch(error):
             code = _report(

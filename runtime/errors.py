@@ -28,6 +28,7 @@ not restarted, because it would fail in the same way again. ``__str__`` composes
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -259,3 +260,14 @@ def with_causes(error: BaseException) -> str:
             texts.append(text)
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return ", caused by ".join(texts)
+
+
+def exited(error: SystemExit) -> SpecError | None:
+    """Return the error that a user's code ends the program; None if the program itself does."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    if str(frame.f_globals.get("__name__")).partition(".")[0] in ("dnictl", "dni_runtime"):
+        return None
+    return SpecError(
+        f"{frame.f_code.co_filename}:{line} ends the program: sys.exit({error.code!r})",
+        hint="raise an error there, which would be told with its place",
+    )

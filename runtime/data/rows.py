@@ -112,7 +112,8 @@ class UserSplit(Split):
         if len(xs) > INPUTS_LIMIT:
             raise DataError(
                 f"data set {self._name!r} returns samples of {len(xs)} inputs",
-                hint=f"return from 1 to {INPUTS_LIMIT}",
+                hint=f"return from 1 to {INPUTS_LIMIT}; a list or tuple is several inputs, and one "
+                "sample is a tensor or an array",
             )
         return Read(xs, ys, names)
 

@@ -86,6 +86,9 @@ def try_chain(
         for part, split in source.splits.items():
             seen = _look(part, split, data, loss, stops=stops)
             looked = looked.and_at(f"{seen} of {len(split)} samples ({part})")
+            if chain.eval_every and not len(split):
+                warning = f"there are no samples for {_PURPOSES[part]}"
+                looked = looked._replace(warnings=(*looked.warnings, warning))
         for part in source.one_class():
             warning = f"all samples for {_PURPOSES[part]} are of one class"
             looked = looked._replace(warnings=(*looked.warnings, warning))

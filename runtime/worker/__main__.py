@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dni_runtime.errors import DniError
+from dni_runtime.errors import DniError, exited
 from dni_runtime.garbage import collect_seldom, run_program
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.worker.start import IMAGE_SPEC, WorkerStart, parser
@@ -51,6 +51,11 @@ def started(start: WorkerStart) -> Iterator[StopRequest]:
     except DniError as error:
         logging.getLogger("dni_runtime.worker").error("%s", error)
         sys.exit(error.exit_code)
+    except SystemExit as error:
+        if (of_user := exited(error)) is None:
+            raise
+        logging.getLogger("dni_runtime.worker").error("%s", of_user)
+        sys.exit(of_user.exit_code)
     except Exception:
         logging.getLogger("dni_runtime.worker").exception("the worker failed: please report this")
         sys.exit(70)

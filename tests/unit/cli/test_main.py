@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import signal
+import sys
 from pathlib import Path
 
 import click
@@ -156,3 +157,33 @@ def test_a_file_that_cannot_be_written_is_named(dnictl: Dnictl, folder: Path) ->
     result = dnictl("init", str(folder / "file" / "project"))
     assert result.code != 70
     assert str(folder / "file") in result.err
+
+
+LEAVES = """\
+import sys
+from torch import nn
+
+
+class Leaves(nn.Linear):
+    def forward(self, x):
+        sys.exit(0)
+"""
+CHAIN = """\
+name: leaves
+data: {dataset: digits, flatten: true}
+modules:
+  - {name: a, layers: [{import: "leaves_early:Leaves", args: {in_features: 64, out_features: 10}}]}
+"""
+
+
+@pytest.mark.parametrize("command", ["validate", "up"])
+def test_code_that_ends_the_program_is_an_error(
+    dnictl: Dnictl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("leaves_early.py").write_text(LEAVES)
+    Path("chain.yaml").write_text(CHAIN)
+    monkeypatch.delitem(sys.modules, "leaves_early", raising=False)
+    result = dnictl(command, "chain.yaml")
+    assert result.code == 78
+    assert re.search(r"leaves_early.py:7 ends the program: sys.exit\(0\)", result.err)

@@ -149,6 +149,12 @@ def test_right(check: Callable[..., CheckedChain], given: dict[str, Any], interf
     assert not prepared.looked.unchecked
 
 
+def test_a_set_without_samples_is_warned_about(check: Callable[..., CheckedChain]) -> None:
+    prepared = check(x=X[:16], y=Y[:16])
+    assert prepared.looked is not None
+    assert prepared.looked.warnings == ("there are no samples for evaluation",)
+
+
 @pytest.mark.parametrize("loss", ["MSELoss", "BCEWithLogitsLoss"])
 def test_labels_without_the_axis_of_the_output(
     check: Callable[..., CheckedChain], loss: str
