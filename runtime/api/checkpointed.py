@@ -323,7 +323,7 @@ def evaluation_data(
     working directory, imports in ``sources``.
     """
     from dni_runtime.data import DATASETS, Half, open_data, with_defaults
-    from dni_runtime.spec.data import LabelsSpec
+    from dni_runtime.spec.data import PATH, LabelsSpec
 
     half: Half | None
     spec, half = own, None
@@ -331,6 +331,14 @@ def evaluation_data(
         if not isinstance(data, Mapping):
             named = str(data) in DATASETS or ":" in str(data)
             data = {"dataset" if named else "path": str(data)}
+        used = (
+            "" if own is None or own.train is None else f"{own.args} {own.train} {own.evaluation}"
+        )
+        if set(data) == {"path"} and used and PATH not in used:
+            raise UsageError(
+                f"{str(data['path'])!r} names no other data: the data set takes no path",
+                hint="give it other keywords: --data '{evaluation: {...}}'",
+            )
         if data.get("path") is not None:
             data = {**data, "path": str(Path(data["path"]).expanduser().absolute())}
         half = "samples" if data.get("labels") == "none" else None

@@ -258,7 +258,12 @@ def read_header(file: Path) -> ExportHeader:
     try:
         with safe_open(file, framework="pt") as reader:
             return ExportHeader.model_validate_json((reader.metadata() or {})[METADATA])
-    except (OSError, SafetensorError, KeyError, ValidationError) as error:
+    except KeyError:
+        raise DataError(
+            f"{str(file)!r} was not written by 'dnictl export': it has tensors, and no network",
+            hint="without --state-dict, 'dnictl export' writes the network, too",
+        ) from None
+    except (OSError, SafetensorError, ValidationError) as error:
         raise DataError(f"{str(file)!r} was not written by 'dnictl export': {error}") from None
 
 

@@ -86,8 +86,8 @@ import torch
 from torch.utils.data import Dataset
 
 class Numbers(Dataset):
-    def __init__(self, root, scale=1):
-        self.x = scale * torch.load(root)
+    def __init__(self, root=None, scale=1):
+        self.x = torch.ones(8, 64) if root is None else scale * torch.load(root)
 
     def __len__(self):
         return len(self.x)
@@ -113,6 +113,14 @@ def test_other_samples_of_an_own_class(dnictl: Dnictl, folder: Path) -> None:
         torch.testing.assert_close(
             torch.from_numpy(loaded(folder / "p.npz")["outputs"]), run.model()(2 * x)
         )
+    chain = re.sub(
+        r"dataset: digits.*100", "dataset: own:Numbers, train: {}, evaluation: {}", CHAIN
+    )
+    (folder / "pathless").mkdir()
+    (folder / "pathless" / "own.py").write_text(OWN)
+    trained(folder / "pathless", chain)
+    said = dnictl("predict", "--runs", "pathless/runs", "--data", "data").err
+    assert "'data' names no other data" in said
     assert "data.evaluation" in dnictl("predict", "--data", "{evaluation: data/other}").err
 
 
@@ -126,6 +134,8 @@ def test_an_exported_file(dnictl: Dnictl, run: Checkpointed, folder: Path) -> No
     assert 'dni_runtime.load("m.safetensors")' in page
     (folder / "m.md").write_text("my own notes")
     run.export(folder / "m.pt", state_dict=True)
+    run.export(folder / "s.safetensors", state_dict=True)
+    assert "without --state-dict" in dnictl("predict", "s.safetensors", "--data", "digits").err
     assert (folder / "m.md").read_text() == "my own notes"
     x, y = torch.randn(30, 64), torch.arange(30) % 10
     train, new = {"x_train": x[:8], "y_train": y[:8]}, {"x_eval": x[8:], "y_eval": y[8:]}
