@@ -114,7 +114,7 @@ def resume(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Resume a run that was stopped or failed.
+    """Resume a run that was stopped or failed, or train it further.
 
     It starts from the newest complete checkpoint. A Slurm job's script is submitted again. With
     --epochs it is trained further, also if it has finished.
@@ -195,7 +195,7 @@ def run(
     log_level: str,
     dry_run: bool,
 ) -> None:
-    """Serve one module in the foreground.
+    """Run one module in the foreground.
 
     Its neighbours are started the same way.
 

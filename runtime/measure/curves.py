@@ -56,7 +56,9 @@ def draw_matrix(counts: Sequence[Sequence[int]]) -> Figure:
     figure = _figure(side + 1.0, side)
     axes = figure.add_subplot()
     shares = [[one / (sum(row) or 1) for one in row] for row in counts]
-    figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the label")
+    figure.colorbar(
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the label's samples"
+    )
     axes.set(xlabel="prediction", ylabel="label")
     if classes <= _WRITTEN:
         axes.set(xticks=range(classes), yticks=range(classes))
