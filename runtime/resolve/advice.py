@@ -40,7 +40,7 @@ def advice(workers: Sequence[WorkerSpec]) -> list[str]:
         )
     if late:
         warnings.append(
-            f"{_have(late)} attention and late gradients, of which Muon loses less than "
+            f"{_have(late)} late gradients of attention, of which Muon loses less than "
             f"Adam; if it is trained from random weights, in 'defaults': {RECIPE}"
         )
     if any(map(_loses_momentum, workers)):

@@ -50,7 +50,7 @@ def test_late_gradients_of_attention_want_muon() -> None:
     """The settings that the warning names are accepted, and there is none with them."""
     late = "delayed, optimizer: %s, groups: %s"
     (found,) = advice(specs_of(CHAIN % (late % ("AdamW", "[]"), TRANSFORMER), INFO))
-    assert found.startswith("module 'a' has attention and late gradients")
+    assert found.startswith("module 'a' has late gradients of attention")
     assert found.endswith(f"in 'defaults': {RECIPE}")
     groups = RECIPE.removeprefix("groups: ")
     assert advice(specs_of(CHAIN % (late % ("AdamW", groups), TRANSFORMER), INFO)) == []
