@@ -16,8 +16,6 @@ What is done again every second (the workers' reports, their metrics, the superv
 grows with time: it is given per module and second. The rest is given per module. Reports and
 metrics are written every ten seconds here: those of a thousand modules would be most of what two
 cores do.
-
-It is one file because it is one experiment, which nothing else imports.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -81,21 +78,6 @@ PERIODIC = (
 
 EVENTS = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 EVENTS |= {"os.link"}
-
-
-@dataclass(frozen=True)
-class Cost:
-    """One chain's figures."""
-
-    modules: int
-    batches: int  # training batches that each module did
-    checkpoints: int  # complete ones that are left at the end
-    start_s: float  # from the start of the supervisor until all modules ran
-    total_s: float  # until the last one had ended
-    operations: dict[str, float]  # per module, by the first part of the path; what is done once
-    entries: float  # of folders that were listed, per module
-    periodic: dict[str, float]  # per module and second, by the first part of the path
-    per_module: float  # sum of operations
 
 
 class Operations:
@@ -327,8 +309,13 @@ def chain_spec(modules: int, batches: int) -> ChainSpec:
     )
 
 
-def measure(modules: int, batches: int, processes: int) -> Cost:
-    """Train a chain of so many modules, and count; once in a process, which counts from then on."""
+def measure(modules: int, batches: int, processes: int) -> dict[str, Any]:
+    """Train a chain of so many modules, and count; once in a process, which counts from then on.
+
+    ``start_s`` is from the start of the supervisor until all modules ran, ``total_s`` until the
+    last one had ended. ``operations`` are those that are done once, per module, by the first part
+    of the path; ``periodic`` per module and second; ``entries`` of folders that were listed.
+    """
     with tempfile.TemporaryDirectory(prefix="dni-modules-") as folder:
         root = Path(folder) / "run"
         chain = Path(folder) / "chain.yaml"
@@ -353,25 +340,22 @@ def measure(modules: int, batches: int, processes: int) -> Cost:
         finally:
             counted = [pool.finish() for pool in pools]
         done = {name: Counts.read(run.ledger(name)) for name in prepared.modules}
-        if state.phase != "finished" or any(
-            one is None or one.step != batches for one in done.values()
-        ):
-            raise RuntimeError(
-                f"the chain has not trained to the end: {state.phase}, {state.error}"
-            )
+        steps = {None if one is None else one.step for one in done.values()}
+        if state.phase != "finished" or steps != {batches}:
+            raise RuntimeError(f"not trained to the end: {state.phase}, {state.error}")
         counts = sum((one for one, _ in counted), operations.counts)
         once = {k: round(v / modules, 2) for k, v in sorted(counts.items()) if k not in PERIODIC}
-        return Cost(
-            modules=modules,
-            batches=batches,
-            checkpoints=len(complete_cuts(run, prepared.modules)),
-            start_s=round(started_s, 1),
-            total_s=round(total_s, 1),
-            operations=once,
-            entries=round((operations.entries + sum(more for _, more in counted)) / modules, 1),
-            periodic={k: round(counts[k] / modules / total_s, 2) for k in PERIODIC if counts[k]},
-            per_module=round(sum(once.values()), 1),
-        )
+        return {
+            "modules": modules,
+            "batches": batches,
+            "checkpoints": len(complete_cuts(run, prepared.modules)),
+            "start_s": round(started_s, 1),
+            "total_s": round(total_s, 1),
+            "operations": once,
+            "entries": round((operations.entries + sum(more for _, more in counted)) / modules, 1),
+            "periodic": {k: round(counts[k] / modules / total_s, 2) for k in PERIODIC if counts[k]},
+            "per_module": round(sum(once.values()), 1),
+        }
 
 
 def main() -> None:
@@ -390,22 +374,16 @@ def main() -> None:
     rows = []
     for modules in map(int, arguments.modules.split(",")):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as alone:
-            cost = alone.submit(measure, modules, arguments.batches, arguments.processes).result()
-        rows.append(asdict(cost))
+            given = (modules, arguments.batches, arguments.processes)
+            rows.append(alone.submit(measure, *given).result())
         print(json.dumps(rows[-1]), flush=True)
     names = sorted(set().union(*(row["operations"] for row in rows)))
     print("\n| modules | operations per module | " + " | ".join(names), end=" ")
     print("| entries listed | start s | total s |\n" + "|---" * (len(names) + 5) + "|")
     for row in rows:
         parts = [row["operations"].get(name, 0) for name in names]
-        cells = [
-            row["modules"],
-            row["per_module"],
-            *parts,
-            row["entries"],
-            row["start_s"],
-            row["total_s"],
-        ]
+        first, last = ("modules", "per_module"), ("entries", "start_s", "total_s")
+        cells = [*(row[key] for key in first), *parts, *(row[key] for key in last)]
         print("| " + " | ".join(map(str, cells)) + " |")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
