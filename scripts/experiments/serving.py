@@ -12,8 +12,7 @@ peers in environments of their own. Two networks: one that takes microseconds, o
 batch. ``kills``: 64 clients ask all the time; every 10 s a module is killed (SIGKILL); a new
 version takes over, another one fails. ``leave``: four of five clients leave after 5 ms, beside as
 many that ask as often, each by a connection of its own, and wait for their answer.
-``hostile``: requests that are wrong in all ways, beside 8 clients that are not. It is one file
-because the four share a client, a chain and a way to serve it.
+``hostile``: requests that are wrong in all ways, beside 8 clients that are not.
 """
 
 from __future__ import annotations
@@ -32,12 +31,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import uvloop
+from servers import serving_others
 
 from dni_runtime.api.run import Run
 from dni_runtime.run.documents.state import RunState
@@ -54,78 +54,6 @@ modules:
 """
 BLOCK = "  - {{name: m{n}, layers: [{layers}]}}\n"
 LAYER = "{{Linear: {{in_features: {a}, out_features: {b}}}}}, ReLU"
-BARE = """\
-import sys, orjson, torch, uvicorn, dni_runtime
-torch.set_num_threads(1)
-network = dni_runtime.load(sys.argv[1])
-
-async def app(scope, receive, send):
-    if scope["type"] != "http":
-        return
-    body = b""
-    while True:
-        message = await receive()
-        body += message.get("body", b"")
-        if not message.get("more_body"):
-            break
-    (tensor,) = orjson.loads(body)["inputs"]
-    x = torch.tensor(tensor["data"]).reshape(tensor["shape"])
-    with torch.no_grad():
-        y = network(x)
-    output = {"name": "output", "datatype": "FP32", "shape": list(y.shape)}
-    output["data"] = y.flatten().tolist()
-    data = orjson.dumps({"outputs": [output]})
-    await send({"type": "http.response.start", "status": 200, "headers": [
-        (b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]})
-    await send({"type": "http.response.body", "body": data})
-
-uvicorn.run(app, port=int(sys.argv[2]), loop="uvloop", http="httptools", log_level="critical")
-"""
-LITSERVE = """\
-import sys, torch, litserve
-torch.set_num_threads(1)
-network = torch.jit.load(sys.argv[1])
-
-class Api(litserve.LitAPI):
-    def setup(self, device):
-        self.network = network.eval()
-    def decode_request(self, request):
-        (tensor,) = request["inputs"]
-        return torch.tensor(tensor["data"]).reshape(tensor["shape"])[0]
-    def batch(self, inputs):
-        return torch.stack(inputs)
-    def predict(self, x):
-        with torch.no_grad():
-            return self.network(x)
-    def unbatch(self, output):
-        return list(output)
-    def encode_response(self, output):
-        tensor = {"name": "output", "datatype": "FP32", "shape": [1, 10], "data": output.tolist()}
-        return {"outputs": [tensor]}
-
-if __name__ == "__main__":
-    api = Api(max_batch_size=64, batch_timeout=0.0, api_path="/v2/models/digits/infer")
-    server, port = litserve.LitServer(api, accelerator="cpu"), int(sys.argv[2])
-    server.run(port=port, generate_client_file=False, log_level="critical")
-"""
-MLSERVER = """\
-import torch
-from mlserver import MLModel
-from mlserver.codecs import NumpyCodec
-from mlserver.types import InferenceRequest, InferenceResponse
-
-class Network(MLModel):
-    async def load(self):
-        torch.set_num_threads(1)
-        self.network = torch.jit.load(self.settings.parameters.uri).eval()
-        return True
-    async def predict(self, payload: InferenceRequest) -> InferenceResponse:
-        x = torch.from_numpy(NumpyCodec.decode_input(payload.inputs[0])).float()
-        with torch.no_grad():
-            y = self.network(x)
-        output = NumpyCodec.encode_output("output", y.numpy())
-        return InferenceResponse(model_name=self.name, outputs=[output])
-"""
 
 
 def dnictl(folder: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -167,36 +95,6 @@ def served(folder: Path, *options: str, runs: str = "runs") -> Iterator[str]:
         yield document["url"]
     finally:
         dnictl(folder, "serve", "--stop", "--runs", runs, "--name", document["name"])
-
-
-@contextmanager
-def program(argv: list[str], folder: Path, port: int) -> Iterator[str]:
-    """Run a server of somebody else's until it listens."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(
-        argv, cwd=folder, env=environ, stdout=quiet, stderr=quiet, start_new_session=True
-    )
-    url, until = f"http://127.0.0.1:{port}", time.monotonic() + 90
-    try:
-        while time.monotonic() < until and process.poll() is None:
-            done = asyncio.run(_answers(port))
-            if done:
-                yield url
-                return
-            time.sleep(0.5)
-        sys.exit(f"{argv[:3]} does not answer")
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-async def _answers(port: int) -> bool:
-    try:
-        client = await Client.open(f"http://127.0.0.1:{port}")
-        return (await client.ask(BODY))[0] == 200
-    except (OSError, asyncio.IncompleteReadError):
-        return False
 
 
 BODY = json.dumps(
@@ -269,16 +167,8 @@ async def keep_asking(
 def wrk(url: str, clients: int, seconds: float, script: Path) -> tuple[float, float, float, int]:
     """Return requests per second, p50 and p99 in milliseconds, and how many have failed."""
     path = f"{url}/v2/models/{NAME}/infer"
-    command = [
-        "wrk",
-        "-t1",
-        f"-c{clients}",
-        f"-d{seconds:g}s",
-        "--latency",
-        "-s",
-        str(script),
-        path,
-    ]
+    options = f"-t1 -c{clients} -d{seconds:g}s --latency -s".split()
+    command = ["wrk", *options, str(script), path]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     rate = re.search(r"Requests/sec:\s+([\d.]+)", text)
     assert rate is not None, text
@@ -303,29 +193,12 @@ def load(arguments: argparse.Namespace) -> None:
     for network, (width, depth) in {"tiny": (64, 1), "5 ms": (2048, 1)}.items():
         folder = arguments.folder / network.replace(" ", "")
         train(folder, width, depth)
-        (folder / "bare.py").write_text(BARE)
-        (folder / "lit.py").write_text(LITSERVE)
-        with ExitStack() as stack:
-            python = sys.executable
-            urls = {
-                "four processes": stack.enter_context(
-                    served(folder, "trained", "--backend", "process")
-                ),
-                "in-process": stack.enter_context(
-                    served(folder, "model.safetensors", runs="alone")
-                ),
-                "bare uvicorn": stack.enter_context(
-                    program([python, "bare.py", "model.safetensors", "8731"], folder, 8731)
-                ),
-            }
-            if "litserve" in peers:
-                python = f"{peers['litserve']}/bin/python"
-                argv = [python, "lit.py", "model.ts", "8732"]
-                urls["LitServe"] = stack.enter_context(program(argv, folder, 8732))
-            if "mlserver" in peers:
-                _mlserver(folder)
-                argv = [f"{peers['mlserver']}/bin/mlserver", "start", "."]
-                urls["MLServer"] = stack.enter_context(program(argv, folder / "ml", 8733))
+        with (
+            served(folder, "trained", "--backend", "process") as by_processes,
+            served(folder, "model.safetensors", runs="alone") as in_process,
+            serving_others(folder, peers, BODY) as others,
+        ):
+            urls = {"four processes": by_processes, "in-process": in_process, **others}
             print(f"\n**{network}** ({os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f})\n")
             print("| server | clients | requests/s (range) | p50 ms | p99 ms | failed |")
             print("|---|---|---|---|---|---|")
@@ -343,25 +216,6 @@ def load(arguments: argparse.Namespace) -> None:
                     spread = f"{rate:.0f} ({min(rates):.0f} to {max(rates):.0f})"
                     figures = f"{spread} | {half:.2f} | {most:.1f} | {sum(failed)}"
                     print(f"| {name} | {clients} | {figures} |", flush=True)
-
-
-def _mlserver(folder: Path) -> None:
-    (folder / "ml").mkdir()
-    (folder / "ml" / "network.py").write_text(MLSERVER)
-    settings = {
-        "http_port": 8733,
-        "grpc_port": 8734,
-        "metrics_port": 8735,
-        "parallel_workers": 0,
-        "debug": False,
-    }
-    (folder / "ml" / "settings.json").write_text(json.dumps(settings))
-    model = {
-        "name": NAME, "implementation": "network.Network",
-        "max_batch_size": 64, "max_batch_time": 0.001,
-        "parameters": {"uri": str(folder / "model.ts")},
-    }  # fmt: skip
-    (folder / "ml" / "model-settings.json").write_text(json.dumps(model))
 
 
 def kills(arguments: argparse.Namespace) -> None:
