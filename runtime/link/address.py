@@ -55,11 +55,16 @@ def encrypted(links: LinksSpec, address: str) -> bool:
         return False
     if links.security == "curve":
         return True
+    return not is_loopback(address)  # a name may lead anywhere
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a ``tcp://`` address is one of loopback, and no name."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
-        return not ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return True  # a name may lead anywhere
+        return False
 
 
 def check_address(links: LinksSpec, index: int, socket_folder: Path, module: str) -> str:

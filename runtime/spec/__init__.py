@@ -7,18 +7,8 @@ from dni_runtime.spec.data import DataSpec
 from dni_runtime.spec.edge import NO_LABEL, EdgeSpec, Preprocessing, TensorSpec
 from dni_runtime.spec.graph import Graph
 from dni_runtime.spec.load import import_paths, load_chain, parse_chain, source_files
-from dni_runtime.spec.machines import (
-    BaseSpec,
-    ImageSpec,
-    MountSpec,
-    PlacementSpec,
-    ResourcesSpec,
-)
-from dni_runtime.spec.model import (
-    ChainSpec,
-    Dtype,
-    LinksSpec,
-)
+from dni_runtime.spec.machines import BaseSpec, ImageSpec
+from dni_runtime.spec.model import ChainSpec, Dtype, LinksSpec
 from dni_runtime.spec.modules import ClipSpec, GroupSpec, InitSpec, ModuleSpec
 from dni_runtime.spec.named import Choice, LayerSpec, LossSpec
 from dni_runtime.spec.running import CheckpointSpec
@@ -50,10 +40,7 @@ __all__ = [
     "LinksSpec",
     "LossSpec",
     "ModuleSpec",
-    "MountSpec",
-    "PlacementSpec",
     "Preprocessing",
-    "ResourcesSpec",
     "SelectionRole",
     "TailRole",
     "TensorSpec",

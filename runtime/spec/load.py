@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -193,15 +193,21 @@ def _located(name: str, root: Path) -> Path | None:
 
 
 def _imports(file: Path, root: Path) -> list[str]:
-    """Return what a Python file imports, as absolute names; nothing if it is no valid one."""
     if file.suffix != ".py":
         return []
+    return imported_names(file, file.relative_to(root).parent.parts)
+
+
+def imported_names(file: Path, package: Sequence[str]) -> list[str]:
+    """Return what a Python file in a package imports, as absolute names; nothing if it is invalid.
+
+    Some of them may be names in modules.
+    """
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes())))
     except (SyntaxError, ValueError):
         return []
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    package = file.relative_to(root).parent.parts
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.level <= len(package):
             above = package[: len(package) + 1 - node.level] if node.level else ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch import nn
 from dni_runtime.core.export import separate
 from dni_runtime.files import write_atomic
 from dni_runtime.network.source import NetworkSpec
+from dni_runtime.spec.load import imported_names
 from dni_runtime.split.part import NetworkPart
 
 HEADER = "# Written by 'dnictl split', which may replace it."
@@ -132,20 +132,5 @@ def requirements(targets: Sequence[str], folder: Path) -> list[str]:
         path = folder.joinpath(*parts)
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
-                queue += _imported(file, name if file.stem == "__init__" else ".".join(parts[:-1]))
+                queue += imported_names(file, file.parent.relative_to(folder).parts)
     return sorted(versions)
-
-
-def _imported(file: Path, package: str) -> list[str]:
-    """Return the modules that a file may import, of which some may be names in modules."""
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    except (SyntaxError, ValueError):
-        return []
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: 1 - node.level or None] if node.level else []
-            module = ".".join([*above, *([node.module] if node.module else [])])
-            names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
-    return [name for name in names if name]

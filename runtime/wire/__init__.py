@@ -4,14 +4,7 @@ Pure: bytes in, values out. Imports neither torch nor zmq, and never unpickles a
 """
 
 from dni_runtime.wire.batches import Part, Rows, body_of, samples_of
-from dni_runtime.wire.codec import (
-    ID_LIMIT,
-    INPUTS_LIMIT,
-    SIZE_LIMIT,
-    decode,
-    encode,
-    header_version,
-)
+from dni_runtime.wire.codec import ID_LIMIT, INPUTS_LIMIT, decode, encode, header_version
 from dni_runtime.wire.contract import (
     HEADER_BYTES,
     ITEM_BYTES,
@@ -39,7 +32,6 @@ __all__ = [
     "ITEM_BYTES",
     "PROTOCOL_VERSION",
     "SCALE_DTYPE",
-    "SIZE_LIMIT",
     "Body",
     "Buffer",
     "Kind",

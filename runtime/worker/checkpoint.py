@@ -202,10 +202,7 @@ def read(path: Path) -> State:
     Raises ``CheckpointError`` if it cannot be read; ``DamagedError`` if it is missing, cut off or
     altered.
     """
-    document = read_document(path)
-    with reading(path), opened(tensors_file(path)) as file:
-        data = file.read()
-    return _loaded(path, data, document), document
+    return _loaded(path, read_document(path))
 
 
 def read_newest(run: RunDir, module: str) -> State | None:
@@ -237,16 +234,15 @@ def read_newest(run: RunDir, module: str) -> State | None:
 
 
 def _read_snapshot(path: Path) -> State:
-    document = _snapshot_document(path)
+    return _loaded(path, _snapshot_document(path))
+
+
+def _loaded(path: Path, document: dict[str, Any]) -> State:
     with reading(path), opened(tensors_file(path)) as file:
         data = file.read()
-    return _loaded(path, data, document), document
-
-
-def _loaded(path: Path, data: bytes, document: dict[str, Any]) -> dict[str, Tensor]:
     check_sum(path, io.BytesIO(data), document)
     with _parsing(path):
-        return load(data)
+        return load(data), document
 
 
 def _snapshot_document(path: Path) -> dict[str, Any]:

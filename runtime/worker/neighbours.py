@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import math
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from dni_runtime.errors import EncryptionError, UnansweredError, UnavailableError
 from dni_runtime.link import InputLink, OutputLink, encrypted
+from dni_runtime.link.address import is_loopback
 from dni_runtime.run.documents.reports import ENDED, Endpoint, Report
 from dni_runtime.run.documents.state import COMING, RunState
 from dni_runtime.run.keys import Keyring
@@ -50,13 +50,7 @@ def check_reachable(address: str, record: Endpoint) -> None:
 
 
 def _stays_on_its_host(address: str) -> bool:
-    if address.startswith("ipc://"):
-        return True
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return address.startswith(("ipc://", "tcp://localhost:")) or is_loopback(address)
 
 
 log = logging.getLogger(__name__)

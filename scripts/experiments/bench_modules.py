@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_growth import chain_spec as growing
 
 from dni_runtime.api.planning import plan_run
 from dni_runtime.core.dynamo import postpone_dynamo
@@ -290,21 +291,15 @@ def serve_pool(pipe: Connection, run: Path) -> None:
 
 def chain_spec(modules: int, batches: int) -> ChainSpec:
     """A chain of equal small modules that trains so many batches, with four checkpoints."""
-    layer = {"Linear": {"in_features": 64, "out_features": 64}}
+    written = growing(modules, batch=8).model_dump(mode="json", exclude_unset=True)
     return ChainSpec.model_validate(
-        {
+        written
+        | {
             "name": "modules",
-            "data": {"dataset": "digits", "flatten": True, "batch_size": 8, "drop_last": True},
-            "epochs": 1_000_000,
             "steps": batches,
-            "eval_every": 0,
             "checkpoint": {"every_epochs": 0, "every_steps": max(batches // 4, 1)},
             "links": {"connect_timeout_s": 3600},
             "stop_grace_s": 600,
-            "defaults": {"interface": {"synthetic": {"synthesizer": "linear"}}},
-            "modules": [
-                {"name": f"m{index:04}", "layers": [layer, "ReLU"]} for index in range(modules)
-            ],
         }
     )
 
