@@ -77,7 +77,7 @@ def test_nothing_is_removed_unless_all_can_be(
     refused("'a-2' is running", "dnictl stop a-2")
     ended(record, "stopped", 75)
     JobRecord(job="7", nodes=(0, 0)).write(record.run.job)
-    for module in ("supervise.removal", "schedulers.slurm.job"):
+    for module in ("supervise.removal", "schedulers.slurm.scheduler"):
         monkeypatch.setattr(f"dni_runtime.{module}.job_infos", no_answer)
     refused("squeue does not answer")  # it cannot be known whether the job is over
     record.run.job.unlink()
