@@ -262,12 +262,19 @@ def with_causes(error: BaseException) -> str:
     return ", caused by ".join(texts)
 
 
+_OURS = "dnictl", "dni_runtime"
+_EXITING = "click", "argparse"  # they exit for whoever calls them
+
+
 def exited(error: SystemExit) -> SpecError | None:
     """Return the error that a user's code ends the program; None if the program itself does."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    if str(frame.f_globals.get("__name__")).partition(".")[0] in ("dnictl", "dni_runtime"):
-        return None
-    return SpecError(
-        f"{frame.f_code.co_filename}:{line} ends the program: sys.exit({error.code!r})",
-        hint="raise an error there, which would be told with its place",
-    )
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package in _OURS:
+            return None
+        if package not in _EXITING:
+            return SpecError(
+                f"{frame.f_code.co_filename}:{line} ends the program: sys.exit({error.code!r})",
+                hint="raise an error there, which would be told with its place",
+            )
+    return None

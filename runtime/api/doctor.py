@@ -91,7 +91,8 @@ def examine_hosts(
         try:
             found[host] = [Check(**check) for check in json.loads(done.stdout)["checks"]]
         except (ValueError, TypeError, KeyError):
-            said = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+            lines = [one for one in done.stderr.splitlines() if not one.startswith("srun: ")]
+            said = lines[-1:] or [f"exit status {done.returncode}"]
             hint = f"this must work there: {shlex.join(doctor)}"
             found[host] = [Check("node", "missing", said[0], "always", hint)]
     return found

@@ -258,7 +258,7 @@ _NEEDED = "click", "numpy", "pydantic", "rich", "safetensors", "torch", "yaml", 
 @contextmanager
 def importing_from(folder: Path) -> Iterator[None]:
     """Make a folder the base of the user's import paths."""
-    for name in _NEEDED:
+    for name in _NEEDED if str(folder.absolute()) not in sys.path else ():
         for file in (folder / f"{name}.py", folder / name / "__init__.py"):
             if file.exists():
                 raise UsageError(

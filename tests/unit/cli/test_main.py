@@ -12,7 +12,7 @@ import click
 import pytest
 
 from dni_runtime import __version__
-from dni_runtime.errors import DniError
+from dni_runtime.errors import DniError, exited
 from dni_runtime.run.record import Record
 from dnictl.main import ALIASES, COMMANDS, GROUPS, cli
 from dnictl.runs import WAIT_TIMEOUT
@@ -187,3 +187,19 @@ def test_code_that_ends_the_program_is_an_error(
     result = dnictl(command, "chain.yaml")
     assert result.code == 78
     assert re.search(r"leaves_early.py:7 ends the program: sys.exit\(0\)", result.err)
+
+
+@pytest.mark.parametrize(
+    ("package", "place"), [("my_script", r"where\.py:3 ends"), ("dni_runtime.worker.start", None)]
+)
+def test_whose_code_reads_a_wrong_command_line(package: str, place: str | None) -> None:
+    """argparse exits for whoever calls it: a script without a guard, or the program itself."""
+    code = "import argparse\n\nargparse.ArgumentParser('x').parse_args(['--no-such-option'])\n"
+    with pytest.raises(SystemExit) as caught:
+        exec(compile(code, "where.py", "exec"), {"__name__": package})
+    # What called this test is not a part of it.
+    trace = caught.value.__traceback__
+    assert trace is not None
+    found = exited(caught.value.with_traceback(trace.tb_next))
+    assert (found is None) == (place is None)
+    assert place is None or re.search(place, str(found))
