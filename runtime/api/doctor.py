@@ -91,8 +91,8 @@ def examine_hosts(
         try:
             found[host] = [Check(**check) for check in json.loads(done.stdout)["checks"]]
         except (ValueError, TypeError, KeyError):
-            lines = [one for one in done.stderr.splitlines() if not one.startswith("srun: ")]
-            said = lines[-1:] or [f"exit status {done.returncode}"]
+            told = [line for line in done.stderr.splitlines() if not line.startswith("srun: ")]
+            said = told[-1:] or [f"exit status {done.returncode}"]
             hint = f"this must work there: {shlex.join(doctor)}"
             found[host] = [Check("node", "missing", said[0], "always", hint)]
     return found
