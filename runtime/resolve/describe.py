@@ -32,7 +32,7 @@ from dni_runtime.spec.modules import patterns
 _ELSEWHERE = {"device", "dtype"}
 """Arguments that do not belong to what a layer computes."""
 
-_INTERNAL = frozenset(vars(nn.Module()))
+_INTERNAL = frozenset({*vars(nn.Module()), "_flat_weights"})  # of recurrent layers: parameters
 
 _HOW = "workers build it from its class and arguments, and load its state dict"
 

@@ -121,10 +121,13 @@ def measure(
     runs = [Operations(program.train, section, network, constants) for section in sections]
     parameters = dict(network.named_parameters(remove_duplicate=False))
     per_section = [_parameters(program, section, parameters) for section in sections]
-    optimizers = [
-        build_optimizer(DEFAULT_OPTIMIZER, trained) if trained else None
-        for trained in ([p for p in tensors.values() if p.requires_grad] for tensors in per_section)
-    ]
+    optimizers, updated = [], set[nn.Parameter]()
+    for (
+        tensors
+    ) in per_section:  # a tied one is updated where it is used first: its gradient is whole
+        trained = [p for p in tensors.values() if p.requires_grad and p not in updated]
+        updated.update(trained)
+        optimizers.append(build_optimizer(DEFAULT_OPTIMIZER, trained) if trained else None)
     times: list[list[float]] = [[] for _ in runs]
     saved = [0] * len(runs)
     weights = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}

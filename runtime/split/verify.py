@@ -151,7 +151,7 @@ def _gradient(y: Tensor) -> Tensor:
 
 
 def _norm(tensors: Sequence[Tensor | None]) -> float:
-    norms = [tensor.detach().double().norm() for tensor in tensors if tensor is not None]
+    norms = [_real(tensor.detach()).norm() for tensor in tensors if tensor is not None]
     return float(torch.stack(norms).norm()) or 1.0
 
 
@@ -166,21 +166,21 @@ def _compare(
     sizes: dict[str, float] = {}
     for what, [(_, tensor)] in whole.items():
         still = what in first and torch.equal(first[what], tensor)
-        if tensor.is_floating_point() and not still:  # else it may be a mask, or a number of calls
+        if not _counts(tensor) and not still:  # else it may be a mask, or a number of calls
             sizes[_kind(what)] = max(_largest(tensor), sizes.get(_kind(what), 0.0))
     for what in {**whole, **parts}:
         noise = _NOISE * sizes.get(_kind(what), 0.0)
         some = parts.get(what) or [("", torch.zeros_like(whole[what][0][1]))]
         ((_, a),) = whole.get(what) or [("", torch.zeros_like(some[0][1]))]
         for name, b in some:
-            within = max(_WITHIN, 8 * torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0)
+            within = max(_WITHIN, 0.0 if _counts(a) else 8 * torch.finfo(a.dtype).eps)
             if a.shape == b.shape and torch.allclose(
-                b.double(), a.double(), rtol=0.0, atol=within * _largest(a) + noise, equal_nan=True
+                _real(b), _real(a), rtol=0.0, atol=within * _largest(a) + noise, equal_nan=True
             ):
                 continue
             how = f"has shape {tuple(b.shape)} instead of {tuple(a.shape)}"
             if a.shape == b.shape:
-                how = f"differs by {_largest(b.double() - a.double()):.1e} of {_largest(a):.1e}"
+                how = f"differs by {_largest(_real(b) - _real(a)):.1e} of {_largest(a):.1e}"
             where = f"of {name!r} " if name else ""
             raise SpecError(
                 f"the parts of {spec.target} do not compute what it computes: {what} {where}{how} "
@@ -195,7 +195,17 @@ def _kind(what: str) -> str:
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.double().abs().nan_to_num(posinf=0.0).max()) if tensor.numel() else 0.0
+    return float(_real(tensor).abs().nan_to_num(posinf=0.0).max()) if tensor.numel() else 0.0
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return numbers in double precision; a complex one is two."""
+    both = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return both.double()
+
+
+def _counts(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _left(modules: Mapping[str, nn.Module], y: Tensor) -> dict[str, list[tuple[str, Tensor]]]:

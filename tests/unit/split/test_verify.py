@@ -121,6 +121,20 @@ class Statistic(Net):
         return h + self.mask.clamp(min=0) + self.calls.clamp(max=0)
 
 
+class Imaginary(Net):
+    """Half of a complex number is wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("spun", torch.ones(8, dtype=torch.cfloat))
+
+    def middle(self, h):
+        with torch.no_grad():
+            self.spun.mul_(torch.complex(torch.ones(8), torch.full((8,), random.random())))
+            self.spun.real.fill_(1)
+        return h
+
+
 class Noise(Net):
     def __init__(self):
         super().__init__()
@@ -201,6 +215,21 @@ def halve(p):
     p.grad.div_(2)
 
 
+class Filtered(Calm):
+    """A complex parameter is used twice, and what is between can be a part of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = nn.Linear(8, 8)
+        self.filter = nn.Parameter(torch.randn(5, dtype=torch.cfloat))
+
+    def middle(self, h):
+        return self.filtered(self.more(self.filtered(self.norm(h))))
+
+    def filtered(self, h):
+        return torch.fft.irfft(torch.fft.rfft(h) * self.filter, n=8)
+
+
 class Raises(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -271,7 +300,7 @@ def test_a_value_may_come_from_elsewhere_in_eval_mode() -> None:
     assert Path("chain.yaml").exists()
 
 
-@pytest.mark.parametrize("name", ["Calm", "Setting", "Hooked", "Still"])
+@pytest.mark.parametrize("name", ["Calm", "Setting", "Hooked", "Still", "Filtered"])
 def test_parameters_are_trained_as_by_plain_torch(name: str) -> None:
     split(name, "first", "norm")
     chain, state = LocalChain(Chain("chain.yaml").prepared.workers), load_file("chain.safetensors")
@@ -313,6 +342,7 @@ def test_what_a_module_does_not_use_stays_with_it() -> None:
         ("Python", "the output differs by .* in training step"),
         ("Noise", "differs by .* in training step 1"),
         ("Statistic", "the buffer 'seen' of 'part-2' differs by .* in training step 1"),
+        ("Imaginary", "the buffer 'spun' of 'part-2' differs by .* in training step 1"),
         ("Late", "'made'"),
         ("Fails", r"fails on a batch \(.*violates.py:\d+\)"),
         ("Nothing", "returns NaN for a batch"),
