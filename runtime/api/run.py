@@ -21,6 +21,7 @@ from dni_runtime.run.documents.events import Event
 from dni_runtime.run.documents.records import JobRecord, PlanHeader
 from dni_runtime.run.documents.requests import Stop
 from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.lease import newest_owner
 from dni_runtime.run.lines import LineReader
 from dni_runtime.run.record import Record, find_run, list_runs
 from dni_runtime.schedulers.local import Scheduler
@@ -454,8 +455,11 @@ class Run(Checkpointed):
         self.check_trusted()
         job, state = self.job, self.state()
         if state.active and (state.phase != "unsupervised" or job is not None):
+            owner = None if job is not None else newest_owner(self.directory)
             raise UsageError(
-                f"run {self.name!r} is {state.phase}",
+                f"the run {self.name!r} belongs to {owner}, and is {state.phase}"
+                if owner is not None
+                else f"run {self.name!r} is {state.phase}",
                 hint=f"stop it first: dnictl stop {self.name}",
             )
         there = written_cuts(self.directory, self.modules)

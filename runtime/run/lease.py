@@ -170,22 +170,25 @@ class Lease:
             self._run.beats(self.owner.token).unlink(missing_ok=True)
 
 
+def newest_owner(run: RunDir) -> Owner | None:
+    """Return the newest owner, as far as it can be read."""
+    owner = Owner.peek(run.owner)
+    while owner is not None and (later := Owner.peek(run.taken(owner.token))) is not None:
+        owner = later
+    return owner
+
+
 def _current(run: RunDir) -> Owner:
-    """Return the newest owner."""
-    path, until = run.owner, time.monotonic() + _WRITTEN_S
-    while True:
-        owner = Owner.peek(path)
-        if owner is None:
-            if time.monotonic() < until:
-                time.sleep(_WRITTEN_S / 20)
-                continue
+    """Return the newest owner, when it can be read."""
+    until = time.monotonic() + _WRITTEN_S
+    while (owner := newest_owner(run)) is None:
+        if time.monotonic() >= until:
             raise DataError(
-                f"{str(path)!r} does not name the owner of the run",
+                f"{str(run.owner)!r} does not name the owner of the run",
                 hint="make sure that no process of the run is alive, then remove the file",
             )
-        path = run.taken(owner.token)
-        if not path.exists():
-            return owner
+        time.sleep(_WRITTEN_S / 20)
+    return owner
 
 
 def _create(path: Path, owner: Owner) -> bool:
