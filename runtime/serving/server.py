@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import ssl
 import threading
@@ -25,6 +26,8 @@ P = ParamSpec("P")
 
 _KEEP_ALIVE_S = 75
 """A connection without requests is closed then: later than load balancers close theirs (60 s)."""
+_LAST_S = 1.0
+"""So long a connection without a request stays when the server stops: one may be on its way."""
 _HEADERS_S = 10.0
 _HEADERS_BYTES = 64 << 10
 _ESTABLISHED = b"\1"
@@ -113,7 +116,7 @@ class Server:
         except (OSError, ssl.SSLError) as error:
             files = f"{str(settings.tls_cert)!r} and {str(settings.tls_key)!r}"
             raise UsageError(f"the TLS files {files} cannot be used: {error}") from None
-        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn = _Uvicorn(config)
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._loop = uvloop.new_event_loop()
 
@@ -172,9 +175,27 @@ class Server:
                 self.versions.close()
 
 
-class _Protocol(HttpToolsProtocol):
-    """uvicorn's, which by itself waits for headers without end, and takes any number of them."""
+class _Uvicorn(uvicorn.Server):
+    """uvicorn's, which by itself resets, when it stops, clients that have just connected."""
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        accepting = select.poll()
+        for listener in sockets or []:
+            accepting.register(listener, select.POLLIN)
+        end = time.monotonic() + _LAST_S
+        while accepting.poll(0) and time.monotonic() < end:
+            await asyncio.sleep(0.001)
+        await super().shutdown(sockets)
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's, which by itself waits for headers without end, and takes any number of them.
+
+    When the server stops, it closes connections whose next request may be on its way; here such
+    a request is still answered, as the connection's last.
+    """
+
+    _last = False
     _deadline: asyncio.TimerHandle | None = None  # of the headers that are being received
     _received_bytes = 0  # of them
 
@@ -193,6 +214,13 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end()
         super().on_headers_complete()
+        if self._last:
+            self.cycle.keep_alive = False
+
+    def shutdown(self) -> None:
+        self._last = True
+        idle = self.cycle is None or self.cycle.response_complete
+        self.loop.call_later(_LAST_S if idle else 0, super().shutdown)
 
     def on_message_complete(self) -> None:
         # The loop has not yet been told if the client has gone since; while the server is

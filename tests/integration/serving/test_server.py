@@ -37,6 +37,7 @@ from tests.specs import float32
 ONE = Signature({"x": float32(2)}, {"y": float32(2)})
 INFER = "/v2/models/model/infer"
 READY = "/v2/health/ready"
+_TICKS_S = 0.2  # uvicorn looks every 0.1 s whether it shall stop
 TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # httpx makes one for each client, which takes long
 
 
@@ -410,6 +411,7 @@ def test_a_drain_answers_all(network: Network, start: Start) -> None:
         eventually("they wait", lambda: version.observe().waiting_rows >= 8, every_s=0.01)
         stopped = pool.submit(server.stop, 20)
         eventually("it takes no more", lambda: refuses(server), 5, 0.01)
+        assert idle.get("/v2").headers["connection"] == "close"  # it was as good as on its way
         network.gate.set()
         answers = [future.result() for future in asked]
         assert [answer.json()["outputs"][0]["data"][0] for answer in answers] == [*range(1, 11)]
@@ -418,10 +420,28 @@ def test_a_drain_answers_all(network: Network, start: Start) -> None:
 
 def refuses(server: Server) -> bool:
     try:
-        get(server)
-    except httpx.ConnectError:
+        socket.create_connection(("127.0.0.1", server.port), timeout=30).close()
+    except ConnectionRefusedError:
         return True
     return False
+
+
+def test_who_has_just_connected_is_answered_when_it_stops(start: Start) -> None:
+    server = start(Network())
+    wait_ready(server, "1", 10)
+    held, free = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        holding = pool.submit(server.call, lambda: (held.set(), free.wait(), time.sleep(_TICKS_S)))
+        held.wait()
+        clients = [raw(server, b"GET /v2 HTTP/1.1\r\nhost: x\r\n\r\n") for _ in range(200)]
+        stopped = pool.submit(server.stop, 20)
+        eventually("it is told", lambda: server._uvicorn.should_exit, every_s=0.01)
+        free.set()
+        for client in clients:
+            with client:
+                assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        holding.result()
+        assert stopped.result()
 
 
 def test_a_drain_that_takes_too_long(network: Network, start: Start) -> None:
