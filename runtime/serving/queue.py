@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, isqrt
 from typing import NamedTuple
 
 import torch
@@ -98,7 +98,7 @@ class Queue:
         self._id = 0  # of the last batch
         self._jobs: dict[Job, None] = {}  # that are not over, by deadline
         self._waiting: dict[Job, None] = {}  # those with rows in no batch
-        self._alone: deque[Part] = deque()  # batches of their own: probes, and second tries
+        self._apart: deque[list[Part]] = deque()  # batches of their own: probes, and second tries
         self._sent: dict[int, Batch] = {}
         self._batch_s = 0.0  # mean, of late
         self.waiting = 0  # rows in no batch
@@ -129,7 +129,7 @@ class Queue:
         self._jobs[job] = None
         if whole:
             job.taken = rows
-            self._alone.append(Part(job, 0, rows))
+            self._apart.append([Part(job, 0, rows)])
         else:
             self._waiting[job] = None
             self.waiting += rows
@@ -151,8 +151,8 @@ class Queue:
 
     def take(self, now: float) -> Batch | None:
         """Return the next batch, if there are rows for one now."""
-        if self._alone:
-            return self._batch([self._alone.popleft()], now)
+        if self._apart:
+            return self._batch(self._apart.popleft(), now)
         if not self._waiting or now < self._due():
             return None
         parts, room = [], self._settings.max_batch
@@ -170,8 +170,8 @@ class Queue:
     def answer(self, answer: Answer, now: float) -> Batch | None:
         """Hand an engine's answer to those who wait for it; return its batch if it is awaited.
 
-        If a batch of several requests fails, each is tried once more, alone: only the one that
-        makes it fail gets the error.
+        If a batch of several requests fails, smaller ones are tried, and so on: only the request
+        that makes it fail gets the error.
         """
         batch = self._sent.get(answer.id)
         if batch is None:
@@ -269,14 +269,13 @@ class Queue:
     def _fail(self, batch: Batch, error: Exception) -> None:
         batch.error = error
         del self._sent[batch.id]
-        for part in batch.parts:
-            if part.job.over:
-                continue
-            if len(batch.parts) > 1:
-                self._alone.append(part)
-            else:
-                self._finish(part.job, error)
-                self._forget()
+        if len(batch.parts) > 1:
+            # Not by halves: it may be that each batch that fails kills a worker.
+            parts, size = batch.parts, isqrt(len(batch.parts))
+            self._apart += [parts[n : n + size] for n in range(0, len(parts), size)]
+        elif not batch.parts[0].job.over:
+            self._finish(batch.parts[0].job, error)
+        self._forget()
 
     def _finish(self, job: Job, error: Exception | None = None) -> None:
         self._end(job)
@@ -292,7 +291,8 @@ class Queue:
 
     def _forget(self) -> None:
         """Forget batches and parts that nobody waits for any more."""
-        self._alone = deque(part for part in self._alone if not part.job.over)
+        apart = ([part for part in parts if not part.job.over] for parts in self._apart)
+        self._apart = deque(parts for parts in apart if parts)
         sent = self._sent.values()
         for id in [batch.id for batch in sent if all(part.job.over for part in batch.parts)]:
             del self._sent[id]

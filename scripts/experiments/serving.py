@@ -5,6 +5,7 @@
     scripts/experiments/serving.py kills --seconds 120
     scripts/experiments/serving.py leave
     scripts/experiments/serving.py hostile --requests 10000
+    scripts/experiments/serving.py poison
 
 ``load`` asks servers of the same network in turns, by ``wrk`` (Debian's package) with 1, 8 and 64
 clients: the chain by four processes, ``--in-process``, uvicorn with nothing but the network, and
@@ -12,7 +13,8 @@ peers in environments of their own. Two networks: one that takes microseconds, o
 batch. ``kills``: 64 clients ask all the time; every 10 s a module is killed (SIGKILL); a new
 version takes over, another one fails. ``leave``: four of five clients leave after 5 ms, beside as
 many that ask as often, each by a connection of its own, and wait for their answer.
-``hostile``: requests that are wrong in all ways, beside 8 clients that are not.
+``hostile``: requests that are wrong in all ways, beside 8 clients that are not. ``poison``: one
+request in a hundred makes the first module fail; each of the others has to be answered.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import asyncio
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import statistics
@@ -37,13 +38,13 @@ from typing import Any
 from urllib.request import urlopen
 
 import uvloop
+from clients import BODY, NAME, Client, keep_asking, percentile, wrk
 from servers import serving_others
 
 from dni_runtime.api.run import Run
 from dni_runtime.run.documents.state import RunState
 
 DNICTL = (sys.executable, "-m", "dnictl")
-NAME = "digits"
 CHAIN = """\
 name: digits
 seed: 0
@@ -97,11 +98,6 @@ def served(folder: Path, *options: str, runs: str = "runs") -> Iterator[str]:
         dnictl(folder, "serve", "--stop", "--runs", runs, "--name", document["name"])
 
 
-BODY = json.dumps(
-    {"inputs": [{"name": "input", "datatype": "FP32", "shape": [1, 64], "data": [0.5] * 64}]}
-).encode()
-
-
 WRONG: list[tuple[str, Any]] = [
     *(("shape", value) for value in ([1, -64], [2**40, 64], "x", [], None)),
     *(("data", value) for value in (None, [[0.5] * 63], ["a"] * 64, [float("nan")] * 63, {})),
@@ -109,77 +105,6 @@ WRONG: list[tuple[str, Any]] = [
     *(("name", value) for value in ("x" * 9999, None)),
 ]
 """What is wrong with a tensor."""
-
-
-class Client:
-    """A connection that is kept."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    @classmethod
-    async def open(cls, url: str) -> Client:
-        """Connect."""
-        port = int(url.rpartition(":")[2])
-        return cls(*await asyncio.open_connection("127.0.0.1", port))
-
-    async def ask(self, body: bytes, head: str = "", path: str = "") -> tuple[int, bytes]:
-        """Return the status of the answer, and its body."""
-        path = path or f"/v2/models/{NAME}/infer"
-        lines = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        lines += f"content-length: {len(body)}\r\n{head}\r\n"
-        self._writer.write(lines.encode("latin-1") + body)
-        answer = await self._reader.readuntil(b"\r\n\r\n")
-        length = re.search(rb"content-length: (\d+)", answer.lower())
-        text = await self._reader.readexactly(int(length[1]) if length else 0)
-        return int(answer.split()[1]), text
-
-    def leave(self) -> None:
-        """Cut the connection."""
-        self._writer.transport.abort()
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Return a percentile in milliseconds."""
-    return 1000 * sorted(values)[min(int(len(values) * share), len(values) - 1)] if values else 0.0
-
-
-async def keep_asking(
-    url: str, until: float, times: list[tuple[float, float]], failed: list[str], pause_s: float = 0
-) -> None:
-    """Ask again and again, by one connection."""
-    client = await Client.open(url)
-    while time.monotonic() < until:
-        begin = time.monotonic()
-        try:
-            status, body = await client.ask(BODY)
-        except (OSError, asyncio.IncompleteReadError) as error:
-            failed.append(type(error).__name__)
-            client = await Client.open(url)
-            continue
-        times.append((begin, time.monotonic() - begin))
-        if status != 200:
-            failed.append(f"{status}: {body[:80]!r}")
-        await asyncio.sleep(pause_s)
-    client.leave()
-
-
-def wrk(url: str, clients: int, seconds: float, script: Path) -> tuple[float, float, float, int]:
-    """Return requests per second, p50 and p99 in milliseconds, and how many have failed."""
-    path = f"{url}/v2/models/{NAME}/infer"
-    options = f"-t1 -c{clients} -d{seconds:g}s --latency -s".split()
-    command = ["wrk", *options, str(script), path]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    rate = re.search(r"Requests/sec:\s+([\d.]+)", text)
-    assert rate is not None, text
-    scale = {"us": 1e-3, "ms": 1.0, "s": 1e3}
-    found = [re.search(rf"{share}%\s+([\d.]+)(us|ms|s)", text) for share in (50, 99)]
-    p50, p99 = (float(one[1]) * scale[one[2]] if one else 0.0 for one in found)
-    failed = 0
-    for pattern in (r"Non-2xx or 3xx responses: (\d+)", r"Socket errors: .*timeout (\d+)"):
-        match = re.search(pattern, text)
-        failed += int(match[1]) if match else 0
-    return float(rate[1]), p50, p99, failed
 
 
 def load(arguments: argparse.Namespace) -> None:
@@ -369,12 +294,57 @@ def hostile(arguments: argparse.Namespace) -> None:
             print(f"ready: {reply.status}")
 
 
+def poison(arguments: argparse.Namespace) -> None:
+    """Have one request in a hundred fail in a module, beside 8 clients whose requests do not."""
+    folder = arguments.folder / "poison"
+    folder.mkdir()
+    dnictl(folder, "init", "--template", "lm")
+    options = ("--set", "epochs=1", "--set", "data.train_limit=64", "--set", "data.eval_limit=64")
+    dnictl(folder, "up", "--backend", "process", "--name", "trained", *options)
+
+    def tokens(last: int) -> bytes:
+        tensor = {
+            "name": "input",
+            "datatype": "INT64",
+            "shape": [1, 64],
+            "data": [*range(63), last],
+        }
+        return json.dumps({"inputs": [tensor]}).encode()
+
+    async def phase(url: str, title: str, poisoned: bool) -> None:
+        times: list[tuple[float, float]] = []
+        failed: list[str] = []
+        statuses: list[int] = []
+        until = time.monotonic() + arguments.seconds
+
+        async def attack() -> None:
+            client = await Client.open(url)
+            while poisoned and time.monotonic() < until:
+                if len(times) >= 100 * (len(statuses) + 1):
+                    statuses.append((await client.ask(tokens(10**6)))[0])
+                await asyncio.sleep(0.001)
+
+        stay = (keep_asking(url, until, times, failed, 0.001, tokens(9)) for _ in range(8))
+        await asyncio.gather(attack(), *stay)
+        took = [one for _, one in times]
+        print(
+            f"{title}: {len(took)} answers, {len(failed)} failed {failed[:2]}, p50 "
+            f"{percentile(took, 0.5):.1f} ms, p99 {percentile(took, 0.99):.1f} ms; poisoned: "
+            f"{len(statuses)}, statuses {sorted(set(statuses))}", flush=True,
+        )  # fmt: skip
+
+    with served(folder, "trained", "--backend", "process", "--name", NAME) as url:
+        for _ in range(arguments.rounds):
+            asyncio.run(phase(url, "without", False))
+            asyncio.run(phase(url, "with one in a hundred", True))
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=["load", "kills", "leave", "hostile"])
+    parser.add_argument("what", choices=["load", "kills", "leave", "hostile", "poison"])
     parser.add_argument("--seconds", type=float, help="of one measurement")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=64, help="of kills")

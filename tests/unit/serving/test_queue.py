@@ -146,6 +146,18 @@ def test_a_request_that_fails_fails_alone(client: Client) -> None:
     assert [outputs_of(job) for job in (good, last, new)] == [[2], [8], [10]]
 
 
+def test_who_makes_a_large_batch_fail_is_found_in_few_batches() -> None:
+    client = Client(Queue(ONE, Settings(max_batch=64, max_waiting=64)))
+    jobs = [client.put(value) for value in range(64)]
+    batches = 0
+    while (batch := client.queue.take(0.0)) is not None:
+        batches += 1
+        client.answer(batch, error=ValueError("bad") if 37 in values_of(batch) else None)
+    assert [job for job in jobs if job.error is not None] == [jobs[37]]
+    assert [outputs_of(job) for job in jobs[38:]] == [[2 * value] for value in range(38, 64)]
+    assert batches == 1 + 8 + 4 + 2
+
+
 def test_some_rows_leave_at_an_exit(client: Client) -> None:
     first, second = client.put(1, 2), client.put(3)
     batch = client.queue.take(0.0)
@@ -280,7 +292,7 @@ def test_each_row_is_answered_once_and_none_is_lost(actions, random) -> None:  #
             reply(batch, False, False)
         sent.clear()
     assert not queue._sent
-    assert not queue._alone
+    assert not queue._apart
     assert len(client.done) == len(set(client.done)) == len(jobs) - len(left)
     for job in client.done:
         values, poisoned = jobs[job]
