@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -198,6 +198,73 @@ def counts_of(changes: Sequence[str]) -> dict[str, int]:
         if not (name and count.isdecimal() and int(count)):
             raise UsageError(f"{change!r} is not MODULE=N", hint="for example: middle=3")
     return {name: int(count) for name, _, count in pairs}
+
+
+def serving_options(note: str = "") -> Callable[[_Command], _Command]:
+    """Return what adds the options of a service of modules; ``note`` begins their help."""
+
+    def add(command: _Command) -> _Command:
+        for option in (
+            click.option(
+                "--exit-wait", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+                help=f"{note}After this time an exit answers, if what follows is cut off "
+                "(default: 2).",
+            ),
+            click.option(
+                "--exit-confidence", type=click.FloatRange(0, 1), metavar="P",
+                help=f"{note}Let samples leave at early exits with this top probability, instead.",
+            ),
+            click.option(
+                "--exit-accuracy", type=click.FloatRange(0), metavar="POINTS",
+                help=f"{note}Let samples leave at early exits, as long as the whole loses at most "
+                "so many points; see 'dnictl exits'.",
+            ),
+            click.option(
+                "--token-file", type=THERE,
+                help=f"{note}File of the bearer token that requests must have; only you may read "
+                "it.",
+            ),
+            click.option(
+                "--preprocess", is_flag=True,
+                help=f"{note}Requests have raw samples (8-bit images, say), which are normalised "
+                "as in the training.",
+            ),
+            click.option(
+                "--replicas", multiple=True, metavar="MODULE=N",
+                help=f"{note}Workers of a module (default: as many as it had in the training); "
+                "may be repeated.",
+            ),
+            click.option(
+                "--from", "choice", metavar="CUT",
+                help=f"{note}Which checkpoint: its number, newest or best (default: as "
+                "'dnictl export').",
+            ),
+        ):  # fmt: skip
+            command = option(command)
+        return command
+
+    return add
+
+
+SERVING = (
+    "choice", "replicas", "preprocess", "token_file", "exit_accuracy", "exit_confidence",
+    "exit_wait",
+)  # fmt: skip
+"""Names of their values."""
+
+
+def serving_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these options as fields of the service's settings."""
+    exits = {
+        "exit_accuracy": options["exit_accuracy"],
+        "exit_confidence": options["exit_confidence"],
+        "exit_wait_s": options["exit_wait"],
+    }
+    if None not in (options["exit_accuracy"], options["exit_confidence"]):
+        raise UsageError("--exit-accuracy and --exit-confidence exclude each other")
+    counts, given = counts_of(options["replicas"]), exits.items()
+    fields = {key: value for key, value in given if value is not None}
+    return fields | {"replicas": counts, "preprocess": options["preprocess"]}
 
 
 def chosen_run(name: str | None, runs: Path) -> Run:

@@ -13,15 +13,16 @@ import click
 
 from dni_runtime.errors import UsageError
 from dnictl.options import (
-    THERE,
+    SERVING,
     chain_argument,
     chosen_run,
     complete_runs,
-    counts_of,
     data_option,
     level_option,
     planned_run,
     runs_option,
+    serving_options,
+    serving_settings,
     tell,
     trust_option,
 )
@@ -57,14 +58,9 @@ def render() -> None:
 @click.option("--no-jobset", is_flag=True, help="Write plain Jobs, for clusters without JobSet.")
 @data_option
 @runs_option
-@click.option("--from", "choice", metavar="CUT",
-              help="With --serve: which checkpoint: its number, newest or best.")  # fmt: skip
-@click.option("--replicas", multiple=True, metavar="MODULE=N",
-              help="With --serve: workers of a module; may be repeated.")  # fmt: skip
+@serving_options("With --serve: ")
 @click.option("--port", type=click.IntRange(1024, 65535),
               help="With --serve: where the front listens (default: 8000).")  # fmt: skip
-@click.option("--token-file", type=THERE,
-              help="With --serve: what requests must bear (default: a new one).")  # fmt: skip
 @trust_option
 def kubernetes(
     chain: Path, out: Path, source: str | None, images: tuple[str, ...], name: str | None,
@@ -86,7 +82,7 @@ def kubernetes(
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out: {str(out)!r} is not an empty folder", hint="name a new one")
-    other = ("choice", "replicas", "port", "token_file") if source is None else _OF_TRAINING
+    other = (*SERVING, "port") if source is None else _OF_TRAINING
     for option in other:
         if options[option]:
             flag = "from" if option == "choice" else option.replace("_", "-")
@@ -159,37 +155,40 @@ def _trained(chain: Path, options: dict[str, Any]) -> CheckedChain:
 
 
 def _served(source: str, options: dict[str, Any]) -> tuple[CheckedChain, FrontSettings]:
-    from dni_runtime.plan.serving import serving_chain, signature_of
+    from dni_runtime.api.answering import answering
     from dni_runtime.schedulers.kubernetes.service import TOKEN, for_pods
-    from dni_runtime.serving.documents import FrontSettings
-    from dni_runtime.serving.settings import Settings
+    from dni_runtime.serving.documents import FrontSettings, Settings
+    from dni_runtime.serving.settings import Settings as HttpSettings
 
     its = chosen_run(source, options["runs"])
     its.check_trusted()
     cut, damaged = its.choose_cut(options["choice"])
     for problem in damaged:
         tell(f"warning: {problem}; using checkpoint {cut}")
-    record = its.record
-    prepared = for_pods(serving_chain(record, cut, None, counts_of(options["replicas"])))
+    how = Settings(source=its.directory.root, http=HttpSettings(), **serving_settings(options))
+    signature, prepared = answering(its, cut, how)
+    prepared = for_pods(prepared)
+    http = HttpSettings(
+        name=prepared.chain.name,
+        host="0.0.0.0",
+        port=options["port"] or 8000,
+        token_file=Path(TOKEN, "token"),
+        token_kept=True,
+        probe_s=10,
+    )
     version = "1"
-    if record.release is not None:  # its images have the weights
-        version = record.release.rpartition(":")[2]
-        prepared = replace(prepared, initial={})
-    signature = signature_of(record)
-    token = Path(TOKEN, "token")
+    if its.record.release is not None:  # its images have the weights, but for the exits' heads
+        version = its.record.release.rpartition(":")[2]
+        heads = set(prepared.initial).difference(prepared.modules)
+        prepared = replace(prepared, initial={name: prepared.initial[name] for name in heads})
     return prepared, FrontSettings(
         inputs=dict(signature.inputs),
         outputs=dict(signature.outputs),
+        preprocessing=signature.preprocessing,
         modules=len(prepared.replicas),
         version=version,
-        http=Settings(
-            name=prepared.chain.name,
-            host="0.0.0.0",
-            port=options["port"] or 8000,
-            token_file=token,
-            token_kept=True,
-            probe_s=10,
-        ),
+        exit_wait_s=how.exit_wait_s,
+        http=http,
     )
 
 

@@ -14,13 +14,14 @@ from dnictl.options import (
     backend_option,
     chosen_run,
     complete_runs,
-    counts_of,
     detach_option,
     hosts_option,
     images_option,
     json_option,
     print_json,
     runs_option,
+    serving_options,
+    serving_settings,
     tell,
     trust_option,
     trusted,
@@ -38,30 +39,14 @@ if TYPE_CHECKING:
 @click.option("--name", metavar="NAME", help="The service's name (default: the chain's).")
 @detach_option
 @click.option("--in-process", is_flag=True, help="The whole network in one process.")
-@click.option(
-    "--preprocess",
-    is_flag=True,
-    help="Requests have raw samples (8-bit images, say), which are normalised as in the training.",
-)
 @backend_option
 @images_option
 @hosts_option
-@click.option(
-    "--replicas", multiple=True, metavar="MODULE=N",
-    help="Workers of a module (default: as many as it had in the training); may be repeated.",
-)  # fmt: skip
-@click.option(
-    "--from", "choice", metavar="CUT",
-    help="Which checkpoint: its number, newest or best (default: as 'dnictl export').",
-)  # fmt: skip
+@serving_options()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any."
 )
-@click.option(
-    "--token-file", type=THERE,
-    help="File of the bearer token that requests must have; only you may read it.",
-)  # fmt: skip
 @click.option(
     "--tls", nargs=2, metavar="CERT KEY", type=THERE,
     help="Files of the certificate and its key, for HTTPS.",
@@ -92,19 +77,6 @@ if TYPE_CHECKING:
 @click.option(
     "--probe", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True,
     metavar="SECONDS", help="Ready: a batch has gone through all modules in this time.",
-)  # fmt: skip
-@click.option(
-    "--exit-accuracy", type=click.FloatRange(0), metavar="POINTS",
-    help="Let samples leave at early exits, as long as the whole loses at most so many points; "
-    "see 'dnictl exits'.",
-)  # fmt: skip
-@click.option(
-    "--exit-confidence", type=click.FloatRange(0, 1), metavar="P",
-    help="Let samples leave at early exits with this top probability, instead.",
-)  # fmt: skip
-@click.option(
-    "--exit-wait", type=click.FloatRange(0, min_open=True), default=2.0, show_default=True,
-    metavar="SECONDS", help="After this time an exit answers, if what follows is cut off.",
 )  # fmt: skip
 @click.option("--update", is_flag=True, help="Have a running service change to RUN or FILE.")
 @click.option(
@@ -146,11 +118,9 @@ def serve(source: str | None, runs: Path, name: str | None, as_json: bool, **opt
         raise UsageError(f"--{actions[0]} and --{actions[1]} exclude each other")
     if options["canary"] is not None and not options["update"]:
         raise UsageError("--canary is for --update")
-    if None not in (options["exit_accuracy"], options["exit_confidence"]):
-        raise UsageError("--exit-accuracy and --exit-confidence exclude each other")
     if actions and not options["update"] and source is not None:
         raise UsageError(f"--{actions[0]} takes no run", hint="name the service with --name")
-    counts = counts_of(options["replicas"])
+    how = serving_settings(options)
     path, cut = None, None
     if not actions or options["update"]:
         path, cut = _chosen(source, runs, options["choice"])
@@ -178,15 +148,11 @@ def serve(source: str | None, runs: Path, name: str | None, as_json: bool, **opt
         source=path,
         cut=cut,
         in_process=options["in_process"],
-        preprocess=options["preprocess"],
         backend=options["backend"],
         images=options["images"].absolute(),
         hosts=options["hosts"],
-        replicas=counts,
         trust=trusted(),
-        exit_accuracy=options["exit_accuracy"],
-        exit_confidence=options["exit_confidence"],
-        exit_wait_s=options["exit_wait"],
+        **how,
         http=_http(folder.name, options),
     )
     if options["detach"]:

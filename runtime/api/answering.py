@@ -13,7 +13,7 @@ from dni_runtime.api.planning import PlannedRun, plan_run
 from dni_runtime.core.export import load_model, read_header
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.image.apptainer import usable_apptainer
-from dni_runtime.plan.prepare import importing_from
+from dni_runtime.plan.prepare import CheckedChain, importing_from
 from dni_runtime.plan.serving import serving_chain, signature_of
 from dni_runtime.plan.settings import StartSettings
 from dni_runtime.release.images import assembled
@@ -52,13 +52,12 @@ def plan_deployment(
     trained = Checkpointed(Record.read(source), trust=settings.trust)
     trained.check_trusted()
     cut = trained.choose_cut()[0] if cut is None else cut
-    signature = _asked(signature_of(trained.record), trained.record.preprocessing, settings)
     version = version.model_copy(update={"cut": cut})
     if settings.in_process:
+        signature = _signature(trained, settings)
         with importing_from(trained.directory.sources):
             return PlannedDeployment(version, signature, trained.model(cut), None, 0.0)
-    exits = _early_exits(trained, cut, settings)
-    prepared = serving_chain(trained.record, cut, exits, settings.replicas)
+    signature, prepared = answering(trained, cut, settings)
     root = folder / name
     start = StartSettings(root, settings.backend, _images(source, settings))
     if settings.hosts is not None:
@@ -69,6 +68,20 @@ def plan_deployment(
         start = replace(start, scheduler="slurm", job=job_here(root, prepared, "info"))
     run = plan_run(prepared, start)
     return PlannedDeployment(version, signature, None, run, settings.exit_wait_s)
+
+
+def answering(
+    trained: Checkpointed, cut: int, settings: Settings
+) -> tuple[Signature, CheckedChain]:
+    """Return what requests have to have, and the chain whose modules answer them."""
+    exits = _early_exits(trained, cut, settings)
+    chain = serving_chain(trained.record, cut, exits, settings.replicas)
+    return _signature(trained, settings), chain
+
+
+def _signature(trained: Checkpointed, settings: Settings) -> Signature:
+    record = trained.record
+    return _asked(signature_of(record), record.preprocessing, settings)
 
 
 def _asked(signature: Signature, known: Preprocessing | None, settings: Settings) -> Signature:

@@ -52,8 +52,9 @@ def _serve(start: WorkerStart, stop: StopRequest) -> None:
         run,
         load_spec(start),
         start,
-        Signature(settings.inputs, settings.outputs),
+        Signature(settings.inputs, settings.outputs, settings.preprocessing),
         depth=settings.modules,
+        exit_wait_s=settings.exit_wait_s,
     )
     server.call(server.versions.add, settings.version, front)
     log.info("listening at %s", server.url)

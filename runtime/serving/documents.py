@@ -12,7 +12,7 @@ from pydantic import Field
 from dni_runtime.run.documents.base import Document
 from dni_runtime.run.documents.state import process_birth
 from dni_runtime.serving.settings import Settings as HttpSettings
-from dni_runtime.spec.edge import TensorSpec
+from dni_runtime.spec.edge import Preprocessing, TensorSpec
 
 Phase = Literal["starting", "running", "draining", "ended", "failed"]
 
@@ -48,8 +48,10 @@ class FrontSettings(Document):
 
     inputs: dict[str, TensorSpec]
     outputs: dict[str, TensorSpec]
+    preprocessing: Preprocessing | None = None  # of the input, if requests have raw samples
     modules: int  # workers, and so batches on their way
     version: str = "1"
+    exit_wait_s: float = 2.0
     drain_s: float = 30.0  # that open requests may take at the end
     http: HttpSettings
 

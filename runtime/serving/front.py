@@ -58,7 +58,7 @@ class Front:
         signature: Signature,
         *,
         depth: int,  # batches on their way: one for each module
-        exit_wait_s: float = float("inf"),  # until an exit answers for the chain's output
+        exit_wait_s: float,  # until an exit answers for the chain's output
     ) -> None:
         self.signature = signature
         self.answered: Callable[[Answer], None] = lambda answer: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import urllib.error
 import urllib.request
@@ -134,15 +135,16 @@ def test_a_volume_with_another_run_is_refused(
 class Service:
     """The rendered pods of a trained chain, which answer."""
 
-    def __init__(self, site: Site, host: Path) -> None:
+    def __init__(self, site: Site, host: Path, *options: str) -> None:
         site.write(2, "links: {security: curve}", chain=PAIR)
         site.run("up", "--backend", "process", "--name", "first")
+        site.run("exits", "first")
         site.run("export", "first", "-o", "model.safetensors")
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         render = ["render", "kubernetes", "--serve", "first", "-o", "k8s", "--name", "answers"]
         render += ["--image", "localhost/dni:1", "--port", str(self.port)]
-        site.run(*render, "--replicas", "bottom=2")
+        site.run(*render, *options)
         host.mkdir()
         self.pods = Pods(pods_of(site.folder / "k8s", host))
         self.model = site.folder / "model.safetensors"
@@ -165,12 +167,29 @@ class Service:
 
 
 @pytest.fixture
-def service(site: Site, tmp_path: Path) -> Iterator[Service]:
-    it = Service(site, tmp_path / "host")
+def service(site: Site, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Service]:
+    it = Service(site, tmp_path / "host", *request.param)
     yield it
     it.pods.end()
 
 
+@pytest.mark.parametrize("service", [["--exit-confidence", "0", "--preprocess"]], indirect=True)
+def test_samples_leave_early_and_raw_ones_are_prepared(service: Service) -> None:
+    for name in ("front", "bottom", "top"):
+        service.pods.start(name)
+    eventually("it answers", lambda: service.health("ready") == 200, 60)
+    images = {"shape": [9, 1, 8, 8], "data": [n % 17 for n in range(9 * 64)]}
+    rows = {"name": "input", "datatype": "UINT8", **images}
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{service.port}/v2/models/digits/infer",
+        json.dumps({"inputs": [rows]}).encode(), service.headers,
+    )  # fmt: skip
+    with urllib.request.urlopen(asked) as reply:
+        answer = json.load(reply)
+    assert answer["parameters"] == {"exit": "bottom"}
+
+
+@pytest.mark.parametrize("service", [["--replicas", "bottom=2"]], indirect=True)
 def test_pods_of_a_service_answer_and_come_back(service: Service) -> None:
     pods = service.pods
     pods.start("front")

@@ -307,6 +307,8 @@ def test_what_a_service_has(service: dict[str, Objects]) -> None:
         (("--replicas", "low=2"), "there is no module 'low'"),
         (("--image", "low=x/y:1"), "has no module 'low'"),
         (("--from", "77"), "77"),
+        (("--exit-accuracy", "1"), "have not been measured"),
+        (("--exit-accuracy", "1", "--exit-confidence", "0.9"), "exclude each other"),
         (("--token-file", "token"), "is open to others (mode 0644)"),
     ],
 )
