@@ -15,7 +15,9 @@ waits for ``input``  a message was lost: the module upstream has moved on       
 waits for neighbour  the neighbour has finished, for as long                         ``stall_s``
 ===================  ==============================================================  ============
 
-Only changes of reports count, never the times in them: the clocks of hosts differ.
+Only changes of reports count, never the times in them: the clocks of hosts differ. Nobody waits too
+long for a neighbour while some worker cannot use its links, as its disk is slow: that time is left
+out.
 """
 
 from __future__ import annotations
@@ -87,6 +89,7 @@ class _Observations:
     moved_s: float  # of the last change of the module's phase or position
     began_s: float  # of the first report of what it does now
     saved_s: float  # of the last progress with saving its state
+    waited_s: float = 0.0  # since it moved, but for what is left out of waiting
     moves: int = 0  # changes of its position
     longest_s: float = 0.0  # duration of its longest batch, except the first
     # when the modules upstream had moved past the position of this one
@@ -128,6 +131,7 @@ class StallRule:
         self._finished_s: dict[str, float] = {}
         self._looked_s: float | None = None
         self._now_s = 0.0
+        self._kept = False  # some worker is kept from its links: all may wait for it
 
     def look(
         self, now_s: float, reports: Mapping[str, Report], finished: Collection[str] = ()
@@ -138,12 +142,14 @@ class StallRule:
         has a worker, empty before the first; ``finished`` are modules that have finished and whose
         workers have exited.
         """
-        if self._looked_s is not None:
-            self._now_s += min(now_s - self._looked_s, GAP_S)
-        self._looked_s = now_s
+        passed_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, GAP_S)
+        self._now_s, self._looked_s = self._now_s + passed_s, now_s
         self._finished_s = {name: self._finished_s.get(name, self._now_s) for name in finished}
         for name in self._modules:
             self._note(name, reports.get(name))
+        self._kept = any(map(self._kept_from_links, self._seen.values()))
+        for seen in self._seen.values():
+            seen.waited_s += 0.0 if self._kept else passed_s
         for name in self._modules:
             self._note_passed(name)
         stalls = [self._judge(name) for name in self._modules]
@@ -195,7 +201,7 @@ class StallRule:
             seen.saved_s = self._now_s
         if (seen.phase, seen.id) == (before.phase, before.id):
             return
-        seen.moved_s, seen.passed_s = self._now_s, None
+        seen.moved_s, seen.passed_s, seen.waited_s = self._now_s, None, 0.0
         if seen.phase != "running" or before.phase != "running":
             return  # it only reports where it starts
         if before.doing == "batch" and before.moves:
@@ -253,8 +259,8 @@ class StallRule:
         return Stall(names, tuple(self._seen[name].report.attempt for name in names), message)
 
     def _waits(self, name: str, after: str) -> Stall | None:
-        if any(map(self._kept_from_links, self._seen.values())):
-            return None  # all may wait for that one
+        if self._kept or self._seen[name].waited_s < self._stall_s:
+            return None
         if self._seen[name].doing == "input":
             others = self._missing(name)
         else:  # a join that waits for another input is not the cause

@@ -41,6 +41,7 @@ FOUND = {
     "an address of before a change belongs to another link": ("--replicas", "--first", "125"),
     "what came before a WELCOME comes again": ("--replicas", "--first", "9700147"),
     "what was written just before is waited for": ("--replicas", "--first", "3100079"),
+    "what a slow disk took is no waiting": ("--graphs", "--replicas", "--first", "9903013"),
     "an answer that comes twice is taken once": ("--graphs", "--replicas", "--first", "9742418"),
 }
 """What other seeds have found, each with one of them."""
