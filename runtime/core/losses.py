@@ -62,6 +62,10 @@ class ChainLoss(nn.Module):
         super().__init__()
         self.function = build_loss(choice, location)
         self._name, self._args = choice.name, choice.args
+        # A list of numbers in the chain file has no type: it has the prediction's.
+        self._lists = choice.name in LOSSES and any(
+            isinstance(value, list) for value in choice.args.values()
+        )
         limits = pairs(self.function)
         self._paired = limits is not None
         # Axis in a batch of predictions; None if labels are not class indices.
@@ -117,6 +121,8 @@ class ChainLoss(nn.Module):
 
     def forward(self, p_BP: Tensor, y_BY: Tensor) -> Tensor:
         """Return the mean over valid labels."""
+        if self._lists and not torch.is_autocast_enabled(p_BP.device.type):
+            self.function.to(p_BP.dtype)
         if not self.is_cross_entropy:
             y_BY = lined_up(p_BP, y_BY) if self._paired else y_BY
             return cast("Tensor", self.function(p_BP, y_BY))

@@ -12,6 +12,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 
+class Double(nn.Module):
+    """Begins a network that computes in float64, whatever its data are."""
+
+    def forward(self, x):
+        return x.double()
+
+
 class Replaced(nn.Module):
     """A running mean that forward replaces."""
 

@@ -155,6 +155,7 @@ class Case:
     restart: int = 0  # batches after which all workers restart; 0: never
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the chain file
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of all modules
+    double: bool = False  # it computes in float64
 
     @property
     def kind(self) -> str:
@@ -399,7 +400,10 @@ def simpler(case: Case) -> Iterator[Case]:
 
 def source(case: Case) -> str:
     """Return a Python file: the network, its data, and the chain."""
-    made = [STEMS[case.kind][case.stem], *(BLOCKS[name].made for name in case.blocks)]
+    stem = STEMS[case.kind][case.stem]
+    if case.double and case.kind in "vm":
+        stem = f"nn.Sequential(Double(), {stem})"
+    made = [stem, *(BLOCKS[name].made for name in case.blocks)]
     vector = case.kind in "vb" or case.labels == "each"
     if not vector:
         made.append("MeanOfTokens()" if case.kind == "s" else "MeanOfMaps()")
@@ -464,14 +468,17 @@ def _used(made: list[str]) -> str:
 
 
 def _data(case: Case) -> str:
-    shape, number = "samples", {"v": f"torch.randn(samples, {FEATURES}, generator=draw)"}
-    number["m"] = f"torch.randn(samples, 2, {SIDE}, {SIDE}, generator=draw)"
+    shape, number = (
+        "samples",
+        {"v": f"torch.randn(samples, {FEATURES}, generator=draw, dtype=torch.float32)"},
+    )
+    number["m"] = f"torch.randn(samples, 2, {SIDE}, {SIDE}, generator=draw, dtype=torch.float32)"
     words = f"torch.randint(0, {WORDS}, (samples, {TOKENS}), generator=draw)"
     if case.labels == "each":
         shape = f"samples, {TOKENS}"
     label = f"torch.randint(0, {CLASSES}, ({shape},), generator=draw)"
     if case.labels == "numbers":
-        label = "torch.randn(samples, 2, generator=draw)"
+        label = "torch.randn(samples, 2, generator=draw, dtype=torch.float32)"
     ignored = classes = ""
     if case.ignored:
         ignored = f"""

@@ -361,3 +361,23 @@ def test_labels_that_are_no_numbers_are_found(bad: float) -> None:
     y_BY[2] = bad
     with pytest.raises(DataError, match=rf"y\[2, 0\] is {bad}, but MSELoss takes finite"):
         loss.check_labels(y_BY, "y")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [("CrossEntropyLoss", {"weight": [1.0, 0.5, 3.0]}), ("NLLLoss", {"weight": [1.0, 0.5, 3.0]}),
+     ("BCEWithLogitsLoss", {"pos_weight": [1.0, 0.5, 3.0]})],
+)  # fmt: skip
+def test_weights_have_the_predictions_type(
+    name: str, args: dict[str, list[float]], dtype: torch.dtype
+) -> None:
+    """As torch asks for; in a chain file they are lists."""
+    numbers = name == "BCEWithLogitsLoss"
+    loss = make(name, (3,), (3,) if numbers else (), **args)
+    p = torch.randn(4, 3, dtype=dtype)
+    y = torch.rand(4, 3, dtype=dtype) if numbers else torch.tensor([0, 2, 1, 0])
+    wanted = getattr(torch.nn, name)(**{k: torch.tensor(v, dtype=dtype) for k, v in args.items()})(
+        p, y
+    )
+    torch.testing.assert_close(loss(p, y), wanted)
