@@ -85,6 +85,7 @@ class ChainLoss(nn.Module):
         if self._sums:
             cast("nn.CrossEntropyLoss", self.function).reduction = "sum"
         of_torch = type(self.function) in LOSSES.values()
+        self._own = not (of_torch or isinstance(self.function, SumOfLosses))
         if self.scores is not None and (self.is_cross_entropy or of_torch):
             limits = (0, self.scores - 1)
         self.allowed = limits  # the lowest and the highest label; None: nothing is known of them
@@ -123,6 +124,8 @@ class ChainLoss(nn.Module):
         """Return the mean over valid labels."""
         if self._lists and not torch.is_autocast_enabled(p_BP.device.type):
             self.function.to(p_BP.dtype)
+        if self._own:  # it may change in place what it gets
+            p_BP, y_BY = p_BP.clone(), y_BY.clone()
         if not self.is_cross_entropy:
             y_BY = lined_up(p_BP, y_BY) if self._paired else y_BY
             return cast("Tensor", self.function(p_BP, y_BY))

@@ -41,9 +41,13 @@ def check_loss(
     hint = f"the tail's output is {prediction}, labels are {info.label}"
     try:
         p_BP = empty_batch(prediction, BATCH, "cpu").requires_grad_()
-        value = loss(p_BP, y_BY)
-        if value.dim() == 0 and value.requires_grad:
-            value.backward()
+        value: object = loss(p_BP, y_BY)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"it returns {what}, not a scalar tensor")
+        if not value.requires_grad:
+            raise TypeError("its value has no gradient, so nothing would be trained")
+        value.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
         custom = any(True for _ in import_paths([chain.loss, chain.losses]))
         adds_up = custom and _adds_up(loss, p_BP, y_BY)
         broadcasts = (
@@ -56,12 +60,6 @@ def check_loss(
             location=at,
             hint=hint,
         ) from None
-    if value.dim() != 0:
-        raise SpecError(
-            f"{choice.name} returns {tuple(value.shape)}, not a scalar",
-            location=at,
-            hint=hint,
-        )
     trained = [name for name, p in loss.named_parameters() if p.requires_grad]
     buffers = dict(loss.named_buffers())
     changed = [name for name, buffer in before.items() if not torch.equal(buffer, buffers[name])]

@@ -194,6 +194,79 @@ modules:
     refused(chain, info, "sum over the batch", ("loss",))
 
 
+class Odd(torch.nn.Module):
+    """A user's loss whose value torch does not train by."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, p: Tensor, y: Tensor) -> Any:
+        if self.how == "each":
+            return F.cross_entropy(p, y, reduction="none")
+        loss = F.cross_entropy(p.detach() if self.how == "detached" else p, y)
+        return {"number": loss.item(), "pair": (loss, p)}.get(self.how, loss)
+
+
+OWN = """\
+name: own
+loss: {import: '%s', args: {%s}}
+defaults: {interface: exact, optimizer: {SGD: {lr: 0.1}}}
+modules:
+  - {name: a, layers: [{Linear: {in_features: 4, out_features: 3}}]}
+  - {name: b, layers: [{Linear: {in_features: 3, out_features: 3}}]}
+"""
+OWN_INFO = DataInfo(sample=float32(4), label=_labels(()), classes=3)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("each", r"it returns \(2,\), not a scalar tensor"),
+        ("number", "it returns float, not a scalar tensor"),
+        ("pair", "it returns tuple, not a scalar tensor"),
+        ("detached", "its value has no gradient, so nothing would be trained"),
+    ],
+)
+def test_a_loss_is_a_scalar_with_a_gradient(how: str, message: str) -> None:
+    refused(OWN % (f"{__name__}:Odd", f"how: {how}"), OWN_INFO, message, ("loss",))
+
+
+class InPlace(torch.nn.Module):
+    def forward(self, p: Tensor, y: Tensor) -> Tensor:
+        p -= p.mean(1, keepdim=True)
+        p *= torch.tensor([-1.0, -2.0, -3.0])
+        y %= 2
+        return p.gather(1, y[:, None]).mean()
+
+
+def test_a_loss_may_change_what_it_gets() -> None:
+    """It is trained as by plain torch, and metrics see predictions and labels as they were."""
+    specs = specs_of(OWN % (f"{__name__}:InPlace", ""), OWN_INFO)
+    chain = LocalChain(specs)
+    network = torch.nn.Sequential(*[layer for step in chain.steps for layer in step.layers])
+    copy = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 3))
+    copy.load_state_dict(network.state_dict())
+    optimizer = torch.optim.SGD(copy.parameters(), lr=0.1)
+    for seed in range(3):
+        draw = torch.Generator().manual_seed(seed)
+        x, y = torch.randn(6, 4, generator=draw), torch.arange(6) % 3
+        optimizer.zero_grad()
+        expected = InPlace()(copy(x), y.clone())
+        expected.backward()
+        optimizer.step()
+        assert chain.train_batch(x, y) == pytest.approx(expected.item(), rel=1e-6)
+        assert torch.equal(y, torch.arange(6) % 3)
+    for ours, theirs in zip(network.parameters(), copy.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    evaluation, p = EvaluationSums.of(chain.steps[-1]), chain.predict(x)
+    before = p.clone()
+    evaluation.add(p, y)
+    assert torch.equal(p, before)
+    right = (before.argmax(1) == y).float().mean()
+    assert evaluation.result()["accuracy"] == pytest.approx(right.item())
+
+
 LABELS = (_labels(()), float32(2))
 TWO = DataInfo(sample=float32(12), label=float32(3), labels=LABELS)
 SEVERAL = """\
