@@ -162,6 +162,12 @@ def build_network(spec: NetworkSpec) -> nn.Module:
         ) from error
     if not isinstance(network, nn.Module):
         raise SpecError(f"{spec.target} returns {type(network).__name__}, not a torch.nn.Module")
+    for name, tensor in named_tensors(network):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise SpecError(
+                f"{spec.target} has a parameter {name!r} without a shape, of a lazy layer",
+                hint="call the network once with a batch before it is returned",
+            )
     return network.train()
 
 

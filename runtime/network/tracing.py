@@ -99,6 +99,11 @@ class _TraceWrapper(NetworkWrapper):
 
 def _program_of(spec: NetworkSpec, network: nn.Module, example: tuple[Tensor, ...]) -> Program:
     for name, module in network.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise SpecError(
+                f"{spec.target} has a part {name!r} of torch.jit.script, which cannot be traced",
+                hint="build it without torch.jit",
+            )
         if module._backward_hooks or module._backward_pre_hooks:
             raise SpecError(
                 f"{spec.target} has a backward hook on {name or 'itself'!r}, which a traced "

@@ -112,11 +112,11 @@ def planning(
 ) -> Iterator[Plan]:
     """Measure a network, for the time of this context; its weights stay what they are."""
     keep_freed_memory()  # as workers do
-    program = trace(spec)
     batch = batch or [_batch(sample, request.batch_size) for sample in spec.example]
     with _threads(request.threads), torch.random.fork_rng(devices=[]):
         with unchanged(network):
             _try(spec, network, batch)
+            program = trace(spec)
             costs = Costs(program, network, batch, request.repeats)
         yield Plan(program, costs, info, request, batch)
 
@@ -202,7 +202,7 @@ def _try(spec: NetworkSpec, network: nn.Module, batch: Sequence[Tensor]) -> None
         at, line = guilty_line(error)
         raise SpecError(
             f"{spec.target} fails on a batch{at}: {type(error).__name__}: {first_line(error)}",
-            hint=line or None,
+            hint=line or ("name its arguments: 'takes' (--takes)" if not spec.takes else None),
         ) from error
     if changed := sorted(frozen ^ _frozen(network)):
         raise SpecError(

@@ -8,9 +8,11 @@ seeds, so that dropout draws the same numbers.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +23,8 @@ from dni_runtime.split.part import NetworkPart
 
 _STEPS = 2
 """Training steps: in the second one, what the first one has changed is used."""
+_PASSES = 50
+"""Forward passes of a network that draws random numbers of Python or NumPy."""
 _STEP = 0.01
 """Length of a step, compared with the weights."""
 _WITHIN = 1e-4
@@ -57,6 +61,7 @@ def check_parts(
         text = ", ".join(map(repr, sorted(some)[:3])) + (" …" if len(some) > 3 else "")
         raise SpecError(f"the parts of {spec.target} {verb} {text} of its state dict")
     whole = NetworkWrapper(network, spec)
+    _check_chance(spec, whole, batch)
     first = {what: tensor.clone() for what, [(_, tensor)] in _buffers({"": whole}).items()}
     with unchanged(network):
         for step in range(_STEPS + 1):
@@ -78,6 +83,32 @@ def check_parts(
                 for parameter in module.parameters():
                     if parameter.grad is not None:
                         parameter.data.add_(parameter.grad, alpha=-rate)
+
+
+def _check_chance(spec: NetworkSpec, whole: NetworkWrapper, batch: Sequence[Tensor]) -> None:
+    """Refuse a network whose path depends on random numbers of Python or NumPy.
+
+    A trace has one path, which both training steps may happen to take, too.
+    """
+    first, before = None, _generators()
+    for number in range(_PASSES):
+        torch.manual_seed(0)
+        with unchanged(whole.network), torch.no_grad():
+            y = whole.train()(*(x.clone() for x in batch))
+        first = y if first is None else first
+        if number == 0 and _generators() == before:
+            return
+        if not torch.allclose(y, first, rtol=_WITHIN, equal_nan=True):
+            raise SpecError(
+                f"'forward' of {spec.target} depends on random numbers of Python or NumPy",
+                hint="a traced program takes one path: draw numbers by torch, and multiply by them",
+            )
+
+
+def _generators() -> object:
+    """Return the states of Python's and NumPy's generators of random numbers."""
+    state = numpy.random.get_state(legacy=False)["state"]
+    return random.getstate(), state["pos"], bytes(state["key"])
 
 
 @contextlib.contextmanager

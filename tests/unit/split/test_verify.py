@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from dni_runtime.plan.splitting import split_chain
 
 SOURCE = '''\
 import random
+import warnings
 import torch
 from torch import nn
 
@@ -103,6 +105,32 @@ class Calls(Net):
 class Python(Net):
     def middle(self, h):
         return h * random.random()
+
+
+class Skips(Net):
+    """Both training steps take the path that is traced, nearly always."""
+
+    def middle(self, h):
+        return h if random.random() < 0.1 else self.norm(h)
+
+
+class Lazy(Net):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.LazyLinear(3)
+
+
+class Scripted(Net):
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated
+            self.norm = torch.jit.script(self.norm)
+
+
+class Named(Net):
+    def forward(self, *, x):
+        return super().forward(x)
 
 
 class Statistic(Net):
@@ -278,20 +306,22 @@ class More(Net):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "violates.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
+    random.seed(0)
     yield
     sys.modules.pop("violates", None)
 
 
-def split(name: str, *at: str) -> None:
+def split(name: str, *at: str, **keywords: Any) -> None:
     settings = {
         "data": {"dataset": "violates:Data", "batch_size": 16},
         "defaults": {"interface": "exact", "optimizer": {"SGD": {"lr": 0.1}}},
     }
-    split_chain(f"violates:{name}", Path("chain.yaml"), settings, at=at or ["first"])
+    split_chain(f"violates:{name}", Path("chain.yaml"), settings, at=at or ["first"], **keywords)
 
 
-def test_statistics_and_dropout_are_the_same() -> None:
-    split("Net")
+@pytest.mark.parametrize(("name", "keywords"), [("Net", {}), ("Named", {"takes": ["x"]})])
+def test_statistics_and_dropout_are_the_same(name: str, keywords: dict[str, Any]) -> None:
+    split(name, **keywords)
     assert Path("chain.yaml").exists()
 
 
@@ -339,7 +369,11 @@ def test_what_a_module_does_not_use_stays_with_it() -> None:
     [
         ("Tiny", "the gradient of 'first.*' of 'part-1' differs by .* in training step 1"),
         ("Calls", "the output differs by .*"),
-        ("Python", "the output differs by .* in training step"),
+        ("Python", "'forward' of .* depends on random numbers of Python or NumPy"),
+        ("Skips", "'forward' of .* depends on random numbers of Python or NumPy"),
+        ("Lazy", r"'last.weight' without a shape.*\n.*call the network once"),
+        ("Scripted", "a part 'norm' of torch.jit.script"),
+        ("Named", r"takes 1 positional argument .*\n.*--takes"),
         ("Noise", "differs by .* in training step 1"),
         ("Statistic", "the buffer 'seen' of 'part-2' differs by .* in training step 1"),
         ("Imaginary", "the buffer 'spun' of 'part-2' differs by .* in training step 1"),
