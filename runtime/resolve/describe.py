@@ -19,6 +19,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -212,6 +213,8 @@ def _plainly(value: Any, names: Mapping[int, str]) -> Any:
                 return f"the tensor {name!r}"
             flat = value.detach().cpu().contiguous().flatten()
             return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+        case numpy.ndarray() | numpy.generic():
+            return str(value.dtype), value.shape, value.tobytes()
         case list() | tuple():
             return tuple(_plainly(element, names) for element in value)
         case dict():

@@ -69,6 +69,8 @@ def test_it_trains_what_plain_torch_trains(tmp_path: Path, monkeypatch: pytest.M
 
 
 OWN = """\
+import numpy
+import torch
 from torch import nn
 
 
@@ -93,6 +95,15 @@ class Still(nn.Module):
 
     def forward(self, x):
         return self.norm(self.line(x)) * self._times
+
+
+class Drawn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.table = nn.Linear(64, 32), numpy.random.rand(32)
+
+    def forward(self, x):
+        return self.line(x) + torch.from_numpy(self.table).float()
 """
 DIGITS = {"dataset": "digits", "batch_size": 64, "flatten": True}
 
@@ -139,6 +150,7 @@ def test_what_workers_would_build_otherwise_is_refused(own: Any) -> None:
         (thawed, "'0.known.weight' is to be trained, but its class freezes it"),
         (hooked, "post_accumulate_grad_hooks of '0.line.weight' is"),
         (faster, "_times of '0' is 2.0, but 1.0 in what workers build"),
+        (own.Drawn(), "table of '0' is .*, but .* in what workers build"),
         (poisoned, "'bottom.0.line.bias' in '.*chain.safetensors', for module 'bottom', has NaN"),
     ]:
         with pytest.raises(SpecError, match=message):
