@@ -65,7 +65,10 @@ def used(info: DataInfo, spec: DataSpec) -> DataInfo:
             f"data set {spec.dataset!r}: {train_samples} training samples do not fill one batch of "
             f"{spec.batch_size} (drop_last: {str(spec.drop_last).lower()}"
             f"{', streams: true' if spec.streams else ''})",
-            hint="lower data.batch_size, raise data.train_limit, or set data.drop_last: false",
+            hint="lower data.batch_size, raise data.train_limit, or set data.drop_last: false"
+            if spec.drop_last or spec.streams
+            else "a batch of one sample is left out: add some, raise data.train_limit, or set "
+            "data.batch_size: 1",
         )
     return info.model_copy(
         update={
