@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -203,10 +206,14 @@ def _export(spec: NetworkSpec, wrapped: _TraceWrapper, example: tuple[Tensor, ..
 def _check_constants(spec: NetworkSpec, wrapped: _TraceWrapper, trace: Trace) -> None:
     """Refuse plain tensors that are no constants."""
     network = wrapped.network
-    plain = _tensors(network)
+    files = {spec.target.partition(":")[0], *(type(one).__module__ for one in network.modules())}
+    plain, homes = _tensors(network), dict[str, ModuleType]()
+    for file in map(sys.modules.__getitem__, files.intersection(sys.modules)):
+        plain |= (found := _tensors_in(file))
+        homes |= dict.fromkeys(found, file)
     names = {id(tensor): name for name, tensor in plain.items()}
     trained = {tensor.untyped_storage()._cdata for tensor in network.state_dict().values()}
-    rebuilt: dict[str, Tensor] | None = None
+    rebuilt: dict[ModuleType | None, dict[str, Tensor]] = {}
     for node in trace.graph.nodes:
         tensor = trace.constants.get(node.name)
         if node.op != "placeholder" or tensor is None or id(tensor) not in names:
@@ -217,14 +224,46 @@ def _check_constants(spec: NetworkSpec, wrapped: _TraceWrapper, trace: Trace) ->
         elif not tensor.is_leaf or tensor.untyped_storage()._cdata in trained:
             wrong = "which follows from a parameter or buffer"
         else:
-            rebuilt = _tensors(build_network(spec)) if rebuilt is None else rebuilt
-            if name not in rebuilt or not torch.equal(rebuilt[name], tensor):
-                wrong = f"which is another one each time that {spec.target} is called"
+            home = homes.get(name)
+            if home not in rebuilt:
+                rebuilt[home] = (
+                    _tensors(build_network(spec))
+                    if home is None
+                    else _tensors_in(_read_again(home))
+                )
+            if name not in rebuilt[home] or not torch.equal(rebuilt[home][name], tensor):
+                when = f"{spec.target} is called" if home is None else f"{home.__file__} is read"
+                wrong = f"which is another one each time that {when}"
         if wrong is not None:
             raise SpecError(
                 f"{spec.target} has a tensor {name!r} that is no parameter and no buffer, {wrong}",
                 hint="register it as a buffer: self.register_buffer(name, tensor)",
             )
+
+
+def _tensors_in(file: ModuleType) -> dict[str, Tensor]:
+    """Return the tensors that a file, or a class in it, has as a name."""
+    owners = {"": file} | {
+        f"{name}.": value
+        for name, value in vars(file).items()
+        if isinstance(value, type) and value.__module__ == file.__name__
+    }
+    return {
+        f"{file.__name__}.{owner}{name}": value
+        for owner, its in owners.items()
+        for name, value in vars(its).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _read_again(file: ModuleType) -> ModuleType:
+    """Execute a file once more, as a worker does that imports it."""
+    found = importlib.util.spec_from_file_location(file.__name__, file.__file__)
+    assert found is not None
+    assert found.loader is not None
+    again = importlib.util.module_from_spec(found)
+    found.loader.exec_module(again)
+    return again
 
 
 @contextlib.contextmanager

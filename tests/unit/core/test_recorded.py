@@ -198,6 +198,26 @@ class Random(Base):
         return self.c(self.b(self.a(x) - self.mean))
 
 
+OFFSET, SPREAD = torch.full((8,), 0.5), torch.randn(8)
+
+
+class Fixed(Base):
+    def forward(self, x):
+        return self.c(self.b(self.a(x) - OFFSET))
+
+
+class Spread(Base):
+    def forward(self, x):
+        return self.c(self.b(self.a(x) - SPREAD))
+
+
+class OfClass(Base):
+    some = torch.randn(8)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x) - self.some))
+
+
 class Counts(Base):
     def more(self):
         self.steps = torch.zeros(1)
@@ -350,6 +370,7 @@ class InPieces:
         ("Momentum", ["a"]),
         ("Signs", ["a", "b"]),
         ("Checkpoints", ["a"]),
+        ("Fixed", ["a", "b"]),
         ("Constants", ["a", "b"]),
         ("Writes", ["a", "b"]),
         ("Late", []),
@@ -402,6 +423,8 @@ def test_pieces_train_as_plain_torch_does(name: str, cuts: list[str]) -> None:
         ("Hooks", r"recorded.py:\d+\): 'forward' registers a hook on a tensor"),
         ("Backs", "a backward hook on 'b'"),
         ("Random", "a tensor 'mean' .* is another one each time"),
+        ("Spread", r"a tensor 'recorded.SPREAD' .* each time that .*recorded\.py is read"),
+        ("OfClass", r"a tensor 'recorded.OfClass.some' .* each time that .*recorded\.py is read"),
         ("Counts", "a tensor 'steps' .* which 'forward' changes"),
         ("Keeps", r"a tensor 'last\[0\]' .* which 'forward' changes"),
     ],
