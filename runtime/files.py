@@ -29,6 +29,7 @@ _INNER = re.compile(r"\d{12}|.+\.group")
 
 _PLANTED = "it is a link, or no plain file, and is not used"
 _PIECE_BYTES = 64 << 20  # of a large file: how much is on disk shows progress
+_DOCUMENT_BYTES = 64 << 20  # of a JSON document; code in a container may write a longer one
 
 
 def is_full(error: OSError) -> bool:
@@ -183,18 +184,27 @@ def written_lately(path: Path, written: float, within_s: float) -> bool:
         return False
 
 
+def load_json(path: Path) -> Any:
+    """Return a JSON document; raises ``OSError``, or ``DataError`` if it is not JSON."""
+    with opened(path) as file:
+        text = file.read(_DOCUMENT_BYTES + 1)
+    try:
+        if len(text) > _DOCUMENT_BYTES:
+            raise ValueError(f"it has more than {_DOCUMENT_BYTES:,} bytes")
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{str(path)!r} is not JSON: {error}") from None
+
+
 def read_json(path: Path) -> Any | None:
     """Return a JSON document, or None without a file; raises ``DataError`` if it is not JSON."""
     tries = 3
     while True:
         tries -= 1
         try:
-            with opened(path) as file:
-                return json.loads(file.read())
+            return load_json(path)
         except FileNotFoundError:
             return None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{str(path)!r} is not JSON: {error}") from None
         except OSError as error:
             # NFS: another host replaced the file after it was opened here
             if error.errno != errno.ESTALE or not tries:

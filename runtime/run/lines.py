@@ -18,6 +18,12 @@ Parse = Callable[[bytes], Parsed | None]
 
 _BLOCK_BYTES = 1 << 20
 
+_LINE_BYTES = 1 << 20
+"""A longer line counts as several."""
+
+_MOST_BYTES = 256 << 20
+"""Of a longer file only the end is read: code in a container may make one of any length."""
+
 
 class NewLines:
     """The lines that are added to a file, each once and complete.
@@ -53,12 +59,17 @@ class NewLines:
         if replaced or status.st_size < self._offset:  # or emptied
             self._offset, self._rest = 0, b""
             self._read.clear()
+        if status.st_size - self._offset > _MOST_BYTES:
+            self._offset, self._rest = status.st_size - _MOST_BYTES, b""
         file.seek(self._offset)
         while self._read or (block := file.read(_BLOCK_BYTES)):
             if not self._read:
                 self._offset += len(block)
                 *lines, self._rest = (self._rest + block).split(b"\n")
                 self._read.extend(lines)
+                if len(self._rest) > _LINE_BYTES:
+                    self._read.append(self._rest)
+                    self._rest = b""
             while self._read:
                 yield self._read.popleft()
 
@@ -85,13 +96,14 @@ def offset_of_last(path: Path, count: int, mark: bytes = b"\n") -> int:
     with contextlib.suppress(FileNotFoundError), opened(path) as file:
         start = file.seek(0, os.SEEK_END)
         count += 1  # the first line found may be cut off
-        while start > 0 and count > 0:
-            end, start = start, max(start - _BLOCK_BYTES, 0)
+        first = max(start - _MOST_BYTES, 0)
+        while start > first and count > 0:
+            end, start = start, max(start - _BLOCK_BYTES, first)
             file.seek(start)
             count -= file.read(end - start).count(mark)
         file.seek(max(start - 1, 0))
         if start:
-            file.readline()
+            file.readline(_LINE_BYTES)
         return file.tell()
     return 0
 

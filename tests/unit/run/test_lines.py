@@ -107,3 +107,19 @@ def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"}\n")
     assert numbers(reader) == [3]
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_file_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: bytes) -> None:
+    """Code in a container can make one: it takes neither memory nor time without a bound."""
+    monkeypatch.setattr(lines, "_MOST_BYTES", 8 << 20)
+    path = tmp_path / "m.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write(end + b'{"n":1}\n')
+    read = list(NewLines(path).read())
+    assert len(read) < 10
+    assert max(map(len, read)) <= 3 << 20
+    assert read[-1].endswith(b'{"n":1}')
+    assert offset_of_last(path, 5) >= (1 << 40) - (8 << 20)

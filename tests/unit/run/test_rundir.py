@@ -183,6 +183,14 @@ def test_a_file_that_is_closed_to_us_is_named(tmp_path: Path) -> None:
         open_file(path, os.O_WRONLY)
 
 
+def test_json_that_is_too_long(tmp_path: Path) -> None:
+    with (tmp_path / "m.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DataError, match="it has more than 67,108,864 bytes"):
+        read_json(tmp_path / "m.json")
+    assert peek_json(tmp_path / "m.json") == {}
+
+
 def test_json_that_is_too_deep(tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text("[" * 100_000)
     with pytest.raises(DataError, match="is not JSON"):
