@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import json
 import re
 import sys
 import time
@@ -17,8 +16,15 @@ import click
 
 from dni_runtime.errors import UsageError
 from dni_runtime.run.lines import LineReader, NewLines, offset_of_last
-from dnictl.options import chosen_run, complete_runs, run_argument, runs_option, tell
-from dnictl.show import printable
+from dnictl.options import (
+    chosen_run,
+    complete_runs,
+    json_text,
+    printable,
+    run_argument,
+    runs_option,
+    tell,
+)
 
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
@@ -155,7 +161,7 @@ def _printer(modules: Sequence[str]) -> Callable[[LogLine], None]:
 
 
 def _json_line(line: LogLine) -> None:
-    click.echo(json.dumps(asdict(line), ensure_ascii=False))
+    click.echo(json_text(asdict(line)))
 
 
 @click.command()
@@ -184,9 +190,7 @@ def events(run: str | None, runs: Path, follow: bool, tail: int | None, as_json:
         if limit is not None:
             new, limit = iter(deque(new, maxlen=limit)), None
         for event in new:
-            click.echo(
-                json.dumps(event.to_dict(), ensure_ascii=False) if as_json else _event_line(event)
-            )
+            click.echo(json_text(event.to_dict()) if as_json else _event_line(event))
         if not follow:
             return
 

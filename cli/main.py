@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import errno
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -18,14 +19,14 @@ from typing import NoReturn
 import click
 
 from dni_runtime import __version__
-from dni_runtime.errors import CheckpointError, DniError, UnavailableError, exited
+from dni_runtime.errors import CheckpointError, DniError, UnavailableError, UsageError, exited
 from dni_runtime.files import is_full
 from dni_runtime.garbage import collect_seldom, run_program
-from dnictl.show import printable
+from dnictl.options import printable
 
 _DISK = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE),
-    *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR),
+    *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EFBIG),
 }
 """File system errors that users can fix."""
 
@@ -127,11 +128,22 @@ def cli() -> None:
     """
 
 
+class _Warnings(logging.Handler):
+    """Tells the user of what the package logs, unless a command has a log of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            text = printable(record.getMessage())
+            click.secho(f"warning: {text}", err=True, fg="yellow")
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command line; ends the process with a documented exit code."""
     collect_seldom()
+    logging.lastResort = _Warnings(logging.WARNING)
     color = False if os.environ.get("NO_COLOR") else None  # https://no-color.org
     try:
+        _check_folder()
         code = cli.main(args=arguments, prog_name="dnictl", standalone_mode=False, color=color)
         sys.stdout.flush()
     except click.ClickException as error:
@@ -166,9 +178,30 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _check_folder() -> None:
+    """Refuse to work in a folder that has been removed, where some files seem to be missing."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder has been removed", hint="cd to another one") from None
+
+
 def program() -> NoReturn:
     """``dnictl``, as a process."""
+    _open_streams()
     run_program(main)
+
+
+def _open_streams() -> None:
+    """Open the standard streams that the caller has closed.
+
+    Else the next files opened get their numbers, and what programs print goes into those files.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115  # it gets the lowest number
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _lacks_torch(error: Exception) -> bool:

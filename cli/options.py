@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -332,14 +333,28 @@ def new_run(
     return prepared, StartSettings(root, backend, images, log_level=log_level)
 
 
+# Control characters but newline and tab, and those that turn the direction of text.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Return text that workers may have written, with terminal control characters escaped."""
+    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def tell(line: str) -> None:
     """Print a line to stderr, beside the command's output."""
-    click.echo(line, err=True)
+    click.echo(printable(line), err=True)
 
 
 def print_json(document: Any) -> None:
     """Print one JSON document to stdout."""
-    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    click.echo(json_text(document, indent=2))
+
+
+def json_text(document: Any, indent: int | None = None) -> str:
+    """Return JSON text; what could command a terminal is escaped, as JSON escapes it."""
+    return printable(json.dumps(document, indent=indent, ensure_ascii=False))
 
 
 def site_for(prepared: CheckedChain, settings: StartSettings) -> Site:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import click
 
 from dni_runtime.errors import DataError
-from dnictl.show import chain_line, duration, evaluation, modules_table, number, printable
+from dnictl.options import printable, tell
+from dnictl.show import chain_line, duration, evaluation, modules_table, number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -120,7 +121,7 @@ class PlainLines:
         if figures.state != self._phase:
             self._phase = figures.state
             why = f": {figures.error}" if figures.state == "stalled" else ""
-            click.echo(f"{figures.run}: {figures.state}{printable(why)}", err=True)
+            tell(f"{figures.run}: {figures.state}{why}")
 
     def _line(self, result: Evaluation, figures: RunFigures, *, newest: bool) -> str:
         parts = evaluation(result)

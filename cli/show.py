@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import click
 
-from dnictl.options import print_json
+from dnictl.options import print_json, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod, RenderableType
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row")
 _WIDE = 400
-
-# Control characters but newline and tab, and those that turn the direction of text.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 STYLES = {
     "running": "green",
@@ -42,11 +38,6 @@ STYLES = {
     "failed": "bold red",
     "lost": "bold red",
 }
-
-
-def printable(text: str) -> str:
-    """Return text that workers may have written, with terminal control characters escaped."""
-    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def shown(value: Any) -> str:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import chosen_run, json_option, print_json, run_argument, runs_option, tell
+from dnictl.options import (
+    chosen_run,
+    json_option,
+    print_json,
+    printable,
+    run_argument,
+    runs_option,
+    tell,
+)
 from dnictl.show import (
     Column,
     chain_line,
@@ -20,7 +28,6 @@ from dnictl.show import (
     modules_table,
     percent,
     print_table,
-    printable,
     quantity,
     short_names,
     state,
@@ -76,7 +83,7 @@ def ps(runs: Path, with_settings: bool, as_json: bool) -> None:
     print_table(columns, rows)
     for row in rows:
         if row.state == "stalled":
-            tell(printable(f"{row.run}: {row.error}"))
+            tell(f"{row.run}: {row.error}")
 
 
 def _settings(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
@@ -164,12 +171,9 @@ def _show(figures: RunFigures) -> None:
     for module in figures.modules:
         if module.diverged:
             what, batch, times = module.diverged.what, module.diverged.batch, module.diverged.times
-            tell(
-                f"{module.module}: {printable(what)} is not finite at batch {batch} "
-                f"({times} times so far)"
-            )
+            tell(f"{module.module}: {what} is not finite at batch {batch} ({times} times so far)")
         if module.warning:
-            tell(f"{module.module}: {printable(module.warning)}")
+            tell(f"{module.module}: {module.warning}")
     if old := {module.module: module.age_s for module in figures.modules if module.age_s}:
         tell(
             f"{', '.join(old)}: these figures are {duration(max(old.values()))} old; newer ones "

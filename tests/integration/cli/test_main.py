@@ -40,6 +40,31 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert (process.returncode, error) == (1, b"")
 
 
+def test_a_folder_that_has_been_removed(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    command = f"cd gone; rmdir ../gone; exec {sys.executable} -m dnictl ps"
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    assert done.returncode == 64
+    assert "the current folder has been removed\n  → cd to another one" in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&-", "<&- >&-"])
+def test_streams_that_the_caller_has_closed(tmp_path: Path, closed: str) -> None:
+    """Files that the program opens do not take their places."""
+    code = (
+        "import os; from dnictl import main; main.run_program = lambda command: None\n"
+        "main.program(); print(os.open('file', os.O_CREAT) > 2, file=sys.stderr)"
+    )
+    for command in ("-m dnictl version", f'-c "import sys; {code}"'):
+        done = subprocess.run(
+            ["sh", "-c", f"exec {sys.executable} {command} {closed}"],
+            capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True,
+        )  # fmt: skip
+        assert done.stderr == ("True\n" if "file" in command else "")
+
+
 @pytest.mark.parametrize(("environ", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
 def test_no_color(tmp_path: Path, environ: dict[str, str], coloured: bool) -> None:
     own = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
