@@ -69,7 +69,7 @@ def exits(
       dnictl exits --exit-accuracy 0.5 --figure exits.png
     """
     its = chosen_run(run, runs)
-    cut = its.choose_cut(wanted)[0]
+    cut = its.choose_cut(wanted)
     document = its.exits(cut, points=points, confidence=confidence, retrain=retrain)
     if figure is not None:
         from dni_runtime.measure.curves import save_figure

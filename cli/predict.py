@@ -76,7 +76,7 @@ def predict(
         found = predict_model(Path(target), others, trust=trusted())
     else:
         its = chosen_run(target, runs)
-        document["run"], document["checkpoint"] = its.name, its.choose_cut(wanted)[0]
+        document["run"], document["checkpoint"] = its.name, its.choose_cut(wanted)
         found = its.predict(others, document["checkpoint"])
     document |= {"samples": len(found.outputs), "shape": list(found.outputs.shape[1:])}
     result = None if found.labels is None else found.evaluate(_names(metrics))

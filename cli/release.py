@@ -16,11 +16,12 @@ from dnictl.options import (
     images_option,
     json_option,
     print_json,
+    printable,
     runs_option,
     tell,
     trust_option,
 )
-from dnictl.show import Column, megabytes, print_table, printable
+from dnictl.show import Column, megabytes, print_table
 
 if TYPE_CHECKING:
     from dni_runtime.image.oci import Descriptor
@@ -76,9 +77,7 @@ def release(
 
     its, store, tool = chosen_run(run, runs), Store(), usable_apptainer()
     its.check_trusted()
-    cut, damaged = its.choose_cut(wanted)
-    for problem in damaged:
-        tell(f"warning: {problem}; using checkpoint {cut}")
+    cut = its.choose_cut(wanted)
     text = f"{name or its.record.chain}:{version}"
     index = release_run(
         store, its.record, cut, text, tool=tool, images=images.absolute(), licence=licence

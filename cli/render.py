@@ -162,9 +162,7 @@ def _served(source: str, options: dict[str, Any]) -> tuple[CheckedChain, FrontSe
 
     its = chosen_run(source, options["runs"])
     its.check_trusted()
-    cut, damaged = its.choose_cut(options["choice"])
-    for problem in damaged:
-        tell(f"warning: {problem}; using checkpoint {cut}")
+    cut = its.choose_cut(options["choice"])
     how = Settings(source=its.directory.root, http=HttpSettings(), **serving_settings(options))
     signature, prepared = answering(its, cut, how)
     prepared = for_pods(prepared)

@@ -195,9 +195,7 @@ def export(
             raise UsageError(f"{str(output)!r} already exists", hint="--force replaces a file")
         check_ending(output, state_dict=state_dict)
     its = chosen_run(run, runs)
-    cut, damaged = its.choose_cut(choice, force=force)
-    for problem in damaged:
-        click.secho(f"warning: {problem}; using checkpoint {cut}", err=True, fg="yellow")
+    cut = its.choose_cut(choice, force=force)
     if folder:
         its.export_folder(output, cut)
     else:

@@ -19,6 +19,7 @@ from dnictl.options import (
     images_option,
     json_option,
     print_json,
+    printable,
     runs_option,
     serving_options,
     serving_settings,
@@ -183,9 +184,7 @@ def _chosen(source: str | None, runs: Path, choice: str | None) -> tuple[Path, i
             raise UsageError("--from is for runs", hint=f"{source!r} is a file")
         return Path(source).absolute(), None
     its = chosen_run(source, runs)
-    cut, damaged = its.choose_cut(choice)
-    for problem in damaged:
-        tell(f"warning: {problem}; using checkpoint {cut}")
+    cut = its.choose_cut(choice)
     return its.directory.root, cut
 
 
@@ -228,7 +227,7 @@ def _show(state: ServiceState, as_json: bool) -> None:
         share = f", {version.share:g} % of the requests" if version.share else ""
         click.echo(f"  version {version.name}: {version.state}{share}: {version.source}{cut}")
         if version.error:
-            click.echo(f"    {version.error}")
+            click.echo(printable(f"    {version.error}"))
         if version.run is not None and version.state in ("ready", "draining"):
             record = Record.read(version.run)
             console().print(modules_table(MetricsReader(record, evaluations=1).read()))

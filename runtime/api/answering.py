@@ -51,7 +51,7 @@ def plan_deployment(
         return PlannedDeployment(version, signature, network, None, 0.0)
     trained = Checkpointed(Record.read(source), trust=settings.trust)
     trained.check_trusted()
-    cut = trained.choose_cut()[0] if cut is None else cut
+    cut = trained.choose_cut() if cut is None else cut
     version = version.model_copy(update={"cut": cut})
     if settings.in_process:
         signature = _signature(trained, settings)

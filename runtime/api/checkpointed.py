@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dni_runtime.errors import DamagedError, DivergedError, UnavailableError, UsageError
+from dni_runtime.errors import DivergedError, UnavailableError, UsageError
 from dni_runtime.run.cuts import choose_cut, tensors_file
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
@@ -61,9 +61,7 @@ class Checkpointed:
         """Refuse to execute a run of somebody else's that is not trusted."""
         self.record.check_trusted(self._trust)
 
-    def choose_cut(
-        self, wanted: str | None = None, *, force: bool = False
-    ) -> tuple[int, list[DamagedError]]:
+    def choose_cut(self, wanted: str | None = None, *, force: bool = False) -> int:
         """The checkpoint that is meant; see :func:`dni_runtime.run.cuts.choose_cut`."""
         return choose_cut(self.directory, self.modules, wanted, force=force)
 
@@ -97,7 +95,7 @@ class Checkpointed:
 
         if not state_dict:
             self.check_trusted()
-        cut = self.choose_cut(force=force)[0] if cut is None else cut
+        cut = self.choose_cut(force=force) if cut is None else cut
         if state_dict:
             write_state_dict(self.state_dict(cut, force=force), Path(output))
         else:
@@ -155,7 +153,7 @@ class Checkpointed:
         from dni_runtime.core.finite import all_finite_or_masks
         from dni_runtime.plan.initial import name_in_file, network_names
 
-        states = self._states_of(self.choose_cut(force=force)[0] if cut is None else cut)
+        states = self._states_of(self.choose_cut(force=force) if cut is None else cut)
         chain, workers = self.record.specs()
         found: dict[str, Tensor] = {}
         for worker, module in zip(workers, chain.modules, strict=True):
@@ -189,7 +187,7 @@ class Checkpointed:
         from dni_runtime.plan.prepare import importing_from
 
         self.check_trusted()
-        states = self._states_of(self.choose_cut()[0] if cut is None else cut)
+        states = self._states_of(self.choose_cut() if cut is None else cut)
         with importing_from(self.directory.sources):
             return assemble(self.record.specs()[1], states)
 
@@ -272,7 +270,7 @@ class Checkpointed:
         """
         from dni_runtime.measure.exits import ChainExits
 
-        cut = self.choose_cut()[0] if cut is None else cut
+        cut = self.choose_cut() if cut is None else cut
         with self._network(cut, None) as (modules, source):
             exits = ChainExits(self.directory, cut, modules)
             if retrain:
@@ -293,7 +291,7 @@ class Checkpointed:
         from dni_runtime.plan.prepare import importing_from
 
         self.check_trusted()
-        states = self._states_of(self.choose_cut()[0] if cut is None else cut)
+        states = self._states_of(self.choose_cut() if cut is None else cut)
         (chain, workers), sources = self.record.specs(), self.directory.sources
         with importing_from(sources):
             modules = [ModuleForward(worker) for worker in workers]

@@ -389,7 +389,7 @@ class Run(Checkpointed):
         name = name or self.record.chain
         settings = Settings(
             source=self.directory.root,
-            cut=self.choose_cut()[0] if cut is None else cut,
+            cut=self.choose_cut() if cut is None else cut,
             in_process=in_process,
             trust=trust,
             http=HttpSettings(name=name, **http),

@@ -54,7 +54,7 @@ def carry_over(prepared: CheckedChain, record: Record, state: RunState) -> Check
         raise UsageError(
             f"run {name!r} is {state.phase}", hint=f"stop it first: dnictl stop {name}"
         )
-    cut, _ = choose_cut(record.run, record.modules, "newest")
+    cut = choose_cut(record.run, record.modules, "newest")
     if _complete(prepared.chain, record, cut):
         raise UsageError(
             f"run {name!r} has finished what the chain asks for: there is nothing to go on with",

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dni_runtime.core.export import AVERAGE_PREFIX, LAYERS_PREFIX, METADATA, ExportHeader
 from dni_runtime.core.layers import tensors_of
-from dni_runtime.errors import DataError, SpecError
+from dni_runtime.errors import CheckpointError, DataError, SpecError
 from dni_runtime.files import pinned, write_atomic
-from dni_runtime.run.cuts import complete_cuts, tensors_file
+from dni_runtime.run.cuts import choose_cut, tensors_file
 from dni_runtime.run.record import Record
 from dni_runtime.run.releases import parse_name, unpacked
 from dni_runtime.run.rundir import RunDir
@@ -112,13 +112,15 @@ def _stored(path: Path, at: tuple[str | int, ...]) -> Iterator[tuple[str, Stored
         if not RunDir(path).record.exists():
             raise SpecError(f"{str(path)!r} is not a run directory", location=at)
         record = Record.read(path)
-        cuts = complete_cuts(record.run, record.modules)
-        if not cuts:
-            raise SpecError(f"{str(path)!r} has no complete checkpoint", location=at)
+        try:
+            cut = choose_cut(record.run, record.modules, "newest")
+        except CheckpointError as error:
+            hint = "name a file that 'dnictl export --from' has written of another checkpoint"
+            raise SpecError(error.message, location=at, hint=hint) from None
         chain, workers = record.specs()
         replicas = replicas_of(record.modules)
         for worker, module in zip(workers, chain.modules, strict=True):
-            file = tensors_file(record.run.checkpoint(cuts[-1], replicas[worker.module][0]))
+            file = tensors_file(record.run.checkpoint(cut, replicas[worker.module][0]))
             names = network_names(worker.module, worker.layers, module.init)
             for key, shape in _header(file, at)[0]:
                 own = key.removeprefix(LAYERS_PREFIX)

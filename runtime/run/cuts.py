@@ -15,17 +15,20 @@ import errno
 import hashlib
 import io
 import json
+import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dni_runtime.errors import CheckpointError, DamagedError, UsageError
-from dni_runtime.files import open_folder, opened
+from dni_runtime.errors import CheckpointError, DamagedError, DataError, UsageError
+from dni_runtime.files import load_json, open_folder, opened
 from dni_runtime.run.documents.best import Best
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec.named import number_of, takes_part
 from dni_runtime.spec.replicas import replicas_of
+
+_log = logging.getLogger(__name__)
 
 FORMAT = 3
 """Format of the checkpoints that this version writes and reads."""
@@ -188,10 +191,8 @@ def read_document(part: Path) -> dict[str, Any]:
 
     Other read errors are those of :func:`reading`.
     """
-    with reading(part), opened(document_file(part)) as file:
-        text = file.read()
-    with contextlib.suppress(ValueError, RecursionError):
-        document = json.loads(text)
+    with reading(part), contextlib.suppress(DataError):
+        document = load_json(document_file(part))
         if isinstance(document, dict):
             return document
     raise DamagedError(f"{named(part)} is damaged: {part.name}.json is not a JSON object")
@@ -208,7 +209,7 @@ def _check_size(part: Path, document: dict[str, Any]) -> None:
     expected = document.get("bytes")
     if size != expected:
         raise DamagedError(
-            f"{named(part)} is damaged: {part.name}.safetensors has {size} bytes, not {expected}"
+            f"{named(part)} is damaged: {part.name}.safetensors has {size} bytes, not {expected!r}"
         )
 
 
@@ -298,12 +299,12 @@ def best_cut(run: RunDir) -> int | None:
 
 def choose_cut(
     run: RunDir, modules: Sequence[str], choice: str | None = None, *, force: bool = False
-) -> tuple[int, list[DamagedError]]:
+) -> int:
     """Find the checkpoint that a user asks for, and verify its files.
 
-    ``wanted`` is its number, ``newest`` or ``best``; by default the best if the chain selects one,
+    ``choice`` is its number, ``newest`` or ``best``; by default the best if the chain selects one,
     else the newest. ``force``: if none is intact, take the newest, whose weights may not be finite.
-    The damage of newer checkpoints that were skipped is returned, too.
+    The damage of newer checkpoints, which are passed over, is logged as a warning.
     """
     cuts = written_cuts(run, modules)
     try:
@@ -332,7 +333,9 @@ def choose_cut(
         others = ", ".join(str(other) for other in cuts if other != cut)
         hint = f"take another one with --from: {others}" if others else None
         raise DamagedError(error.message, hint=hint) from None
-    return cut, damaged if cut == newest else []
+    for problem in damaged if cut == newest else ():
+        _log.warning("%s; using checkpoint %d", problem, cut)
+    return cut
 
 
 def check_cut(run: RunDir, modules: Sequence[str], cut: str) -> None:

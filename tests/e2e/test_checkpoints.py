@@ -83,6 +83,12 @@ def test_a_damaged_checkpoint_is_passed_over(site: Site) -> None:
     assert f"--from: {old}" in refused.stderr
     refused = site.run("resume", "--from", str(new), expect=72)
     assert f"module 'top' in checkpoint {new}" in refused.stderr
+    away = damaged.rename(site.folder / "away")
+    for command in (["export", "-o", "model.safetensors"], ["predict"]):
+        said = site.run(*command).stderr
+        assert f"warning: the part of module 'top' in checkpoint {new}" in said
+        assert f"; using checkpoint {old}" in said
+    away.rename(damaged)
 
     site.run("resume")
     started = [event["attempt"] for event in events(run, "worker_started")]

@@ -175,7 +175,7 @@ def test_a_parameter_server_learns_and_nobody_waits_for_others(site: Site) -> No
 
 def same_weights(run: Run, replicas: int) -> None:
     """All replicas of ``wide`` have the same weights in the newest checkpoint."""
-    cut = run.choose_cut()[0]
+    cut = run.choose_cut()
     first, *others = (
         read(run.directory.checkpoint(cut, f"wide.{one + 1}"))[0] for one in range(replicas)
     )

@@ -18,6 +18,7 @@ from dni_runtime.plan.create import create_run
 from dni_runtime.plan.initial import write_initial
 from dni_runtime.plan.prepare import CheckedChain, prepare
 from dni_runtime.plan.splitting import split_chain
+from dni_runtime.run.cuts import tensors_file
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.worker.checkpoint import snapshot, write_part
@@ -106,6 +107,10 @@ def test_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
     write_initial(new, again.initial)
     assert float(load_file(new.initial("b"))["0.weight"][0, 0]) == pytest.approx(0.9)
     assert "1.0.num_batches_tracked" in load_file(new.initial("a"))
+    damaged = tensors_file(run.checkpoint(9, "b"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    with pytest.raises(SpecError, match=r"module 'b' in checkpoint 9 .* is damaged: its SHA-256"):
+        prepared(tmp_path, default="defaults: {init: {file: old}}")
 
 
 @pytest.mark.parametrize("of", ["run", "export", "state.pt", "state.safetensors"])
