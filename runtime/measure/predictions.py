@@ -17,11 +17,12 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from dni_runtime.core.evaluation import EvaluationSums
-from dni_runtime.core.forward import Inputs
+from dni_runtime.core.forward import Inputs, as_inputs
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.metrics import check_metrics
 from dni_runtime.errors import DataError, UsageError
 from dni_runtime.files import write_atomic
+from dni_runtime.network.source import first_line, write_tensor
 from dni_runtime.spec import Choice, TensorSpec
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Predictions:
         metrics: tuple[Choice, ...] = (),
     ) -> Self:
         """Predict batch by batch."""
-        pairs = [(network(x), y) for x, y in batches]
+        pairs = [(_outputs(network, x), y) for x, y in batches]
         if not pairs:
             raise DataError("the data have no evaluation samples")
         outputs, labels = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
@@ -136,6 +137,18 @@ def parse_metrics(metrics: Metrics) -> tuple[Choice, ...]:
         return TypeAdapter(tuple[Choice, ...]).validate_python(tuple(metrics))
     except ValidationError as error:
         raise UsageError(f"metrics: {error.errors()[0]['msg']}") from None
+
+
+def _outputs(network: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:
+    try:
+        return network(x)
+    except (RuntimeError, ValueError, TypeError, LookupError) as error:
+        samples = " and ".join(write_tensor(_spec(one)) for one in as_inputs(x))
+        raise DataError(
+            f"the network does not take these samples, {samples}: {first_line(error)}",
+            hint="give it data as those of its training, such as --data "
+            "'{dataset: …, flatten: true}'",
+        ) from error
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

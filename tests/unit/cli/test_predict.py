@@ -152,6 +152,9 @@ def test_an_exported_file(dnictl: Dnictl, run: Checkpointed, folder: Path) -> No
     assert out == "22 samples, wrote q.npz\n"
     assert list(loaded(folder / "q.npz")) == ["outputs"]
     assert "no data is named" in dnictl("predict", "m.safetensors").err
+    result = dnictl("predict", "m.safetensors", "--data", "digits")
+    assert result.code == 66
+    assert "does not take these samples, float32[1, 8, 8]: mat1 and mat2" in result.err
 
 
 def test_numbers_are_no_classes() -> None:
