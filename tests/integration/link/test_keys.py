@@ -173,12 +173,15 @@ def test_a_missing_file(run: RunDir) -> None:
         keys.load(run, "tail")
 
 
-def test_a_full_disk_is_said_as_that(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_or_quota_is_said_as_that(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(keys, "write_atomic", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=os.strerror(code)):
         keys.make(run, "a")
 
 
