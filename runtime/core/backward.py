@@ -43,8 +43,12 @@ def changed_in_place(module: str, error: RuntimeError) -> SpecError | None:
 
 
 def per_sample(g_BX: Tensor | None, part: Part) -> Tensor | None:
-    """Return the gradient per sample, given that of the mean over a whole batch."""
-    return None if g_BX is None else g_BX.mul_(part.samples).contiguous()
+    """Return the gradient per sample, given that of the mean over a whole batch.
+
+    It is a new tensor: autograd may leave one memory at several inputs, as at those of ``x.view(…)
+    + y``.
+    """
+    return None if g_BX is None else (g_BX * part.samples).contiguous()
 
 
 class _Root(torch.autograd.Function):

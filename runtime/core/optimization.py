@@ -123,7 +123,7 @@ class Optimization:
         if self.gathered > 1:
             for p in self.parameters:
                 if p.grad is not None:
-                    p.grad.div_(self.gathered)
+                    p.grad = p.grad / self.gathered
         self.step()
 
     def step(self) -> None:

@@ -49,8 +49,15 @@ TWO_OUTPUTS = [
     f"{{name: d, inputs: [b, c, a], layers: [{{{OWN % 'Flat'}}},"
     " {Linear: {in_features: 31, out_features: 3}}]}",
 ]
+RESIDUAL = [
+    A,
+    "{name: b, layers: [{Linear: {in_features: 8, out_features: 8}}, Tanh]}",
+    f"{{name: c, inputs: [a, b], layers: [{{{OWN % 'Columns'}}},"
+    " {Linear: {in_features: 8, out_features: 3}}]}",
+]
 NETWORKS = {
-    "diamond": DIAMOND, "u-shape": U_SHAPE, "two inputs": TWO_INPUTS, "two outputs": TWO_OUTPUTS
+    "diamond": DIAMOND, "u-shape": U_SHAPE, "two inputs": TWO_INPUTS, "two outputs": TWO_OUTPUTS,
+    "residual": RESIDUAL,
 }  # fmt: skip
 LABEL = int64()
 ONE = DataInfo(sample=float32(12), label=LABEL, classes=3)
