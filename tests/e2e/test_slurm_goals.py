@@ -1,4 +1,4 @@
-"""Six runs on a real Slurm, and the best one's model: the page's two commands."""
+"""Six runs on a real Slurm, the best one exported, and trained further."""
 
 from __future__ import annotations
 
@@ -39,3 +39,9 @@ def test_the_best_of_six_runs_on_a_cluster(
     assert Run.open(dnictl.folder / "runs" / best).job is not None
     dnictl.run("export", best, *export[3:])
     assert len(load(dnictl.folder / export[-1])) > 1
+    first = Run.open(dnictl.folder / "runs" / best).job
+    dnictl.run("resume", best, "--epochs", "3")  # another job, of a run that has finished
+    dnictl.run("wait", best)
+    again = Run.open(dnictl.folder / "runs" / best)
+    assert again.job not in (None, first)
+    assert [one.epoch for one in again.status().evaluations] == [1, 2, 3]
