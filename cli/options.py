@@ -28,11 +28,16 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 class OutputFile(click.Path):
     """A file to write, whose folder is checked before anything is computed."""
 
-    def __init__(self, *, or_folder: bool = False) -> None:
+    def __init__(self, *, or_folder: bool = False, ending: str = "") -> None:
         super().__init__(dir_okay=or_folder, writable=True, path_type=Path)
+        self._ending = ending
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = super().convert(value, param, ctx)
+        if not os.fsdecode(path).endswith(self._ending):
+            raise UsageError(
+                f"{os.fsdecode(path)!r} cannot be written: end its name in {self._ending}"
+            )
         folder = Path(os.fsdecode(path)).parent
         if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
             here = "is not writable" if folder.is_dir() else "is no folder"
@@ -40,6 +45,7 @@ class OutputFile(click.Path):
         return path
 
 
+click.IntRange.name, click.FloatRange.name = "whole number", "number"  # in messages: no "range"
 PATH, FILE = click.Path(path_type=Path), click.Path(path_type=Path, dir_okay=False)
 THERE = click.Path(path_type=Path, dir_okay=False, exists=True)
 FOLDER = click.Path(path_type=Path, file_okay=False)

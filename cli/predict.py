@@ -34,7 +34,7 @@ _MOST_CLASSES = 1000  # of a confusion matrix in JSON
     help="Other data: a data set's name, a path, or keys of the chain's 'data' (labels: none: "
     "it has none). Its evaluation samples are taken.",
 )  # fmt: skip
-@click.option("-o", "--output", type=OutputFile(), metavar="FILE.npz",
+@click.option("-o", "--output", type=OutputFile(ending=".npz"), metavar="FILE.npz",
               help="Write arrays 'outputs' and 'labels' to this file.")  # fmt: skip
 @click.option("--metrics", metavar="NAMES", help="Instead of the chain's, as in the chain file.")
 @click.option("--confusion", type=OutputFile(), metavar="FILE.png",

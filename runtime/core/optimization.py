@@ -25,7 +25,7 @@ from dni_runtime.core.training import (
 )
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, ClipSpec, GroupSpec, WorkerSpec
-from dni_runtime.spec.choices import Location, check_keywords, find_class
+from dni_runtime.spec.choices import Location, check_keywords, check_numbers, find_class
 
 _GROWTH_STEPS = 2000
 """Updates in a row with finite gradients after which the factor is doubled."""
@@ -173,9 +173,9 @@ class Optimization:
             except Exception as error:
                 assert self._spec.schedule is not None
                 name, args = self._spec.schedule.name, self._spec.schedule.args
-                raise SpecError(
-                    f"{name} fails with {args}: {error}", location=("schedule", name)
-                ) from None
+                at = ("schedule", name)
+                check_numbers(type(schedule), args, name=name, location=at)
+                raise SpecError(f"{name} fails with {args}: {error}", location=at) from None
 
     def end_batch(self) -> None:
         """Step schedules that count batches; while it :attr:`holds`, :meth:`step` comes first."""

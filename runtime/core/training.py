@@ -185,10 +185,15 @@ def build_schedule(
                 hint="give a number, or the chain's 'steps'",
             )
         args[key] = length
+    milestones = args.get("milestones", [])
+    if not isinstance(milestones, list) or any(type(one) is not int for one in milestones):
+        raise SpecError(
+            f"{choice.name} needs whole numbers as 'milestones', as [5, 8], not {milestones!r}",
+            location=(*at, "milestones"),
+        )
     positional: list[Any] = [optimizer]
     if choice.name in _OF_SCHEDULES:
-        milestones = args.get("milestones")
-        begins = dict(enumerate(milestones if isinstance(milestones, list) else (), start=1))
+        begins = dict(enumerate(milestones, start=1))
         inner = [
             build_schedule(
                 schedule,

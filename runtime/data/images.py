@@ -79,6 +79,7 @@ def find_digits(spec: DataSpec, base: Path) -> Found:
         raise SpecError(
             f"data set 'digits' takes no path ({spec.path!r}): it is part of this package",
             location=("data", "path"),
+            hint="arrays of your own: {dataset: npz, path: FILE}",
         )
 
     def load() -> tuple[MemorySplit, MemorySplit]:

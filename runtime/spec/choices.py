@@ -47,7 +47,8 @@ def find_class(
         raise SpecError(
             f"unknown {kind} {name!r}",
             location=location,
-            hint=suggestion(name, list(known)) or "user classes: 'import: package.module:Class'",
+            hint=suggestion(name.partition("(")[0].rpartition(".")[2], list(known))
+            or "user classes: 'import: package.module:Class'",
         )
     candidate = find_attribute(name, kind, location)
     if not (isinstance(candidate, type) and issubclass(candidate, base)):
@@ -77,6 +78,9 @@ def find_attribute(name: str, kind: str, location: Location) -> Any:
         raise SpecError(
             f"{kind} {name!r}: importing {module_name!r} failed: {with_causes(error)}",
             location=location,
+            hint="this torchvision was built for another torch: install both from the same index"
+            if "operator torchvision::" in str(error)
+            else None,
         ) from error
     try:
         return attrgetter(attribute)(module)
@@ -124,23 +128,49 @@ def call(
     except DniError:
         raise
     except (Exception, SystemExit) as error:
-        for keyword, p in inspect.signature(cls).parameters.items():
-            value = args.get(keyword)
-            if _is_number(p) and not (value is None or isinstance(value, int | float)):
-                raise SpecError(
-                    f"{name} needs a number as {keyword!r}, not {value!r}",
-                    location=(*location, keyword),
-                ) from None
+        check_numbers(cls, args, name=name, location=location)
         text = str(error) if isinstance(error, _REFUSALS) else f"{type(error).__name__}: {error}"
         raise SpecError(f"{name} refuses {dict(args)}: {text}", location=location) from error
 
 
-def _is_number(parameter: inspect.Parameter) -> bool:
-    """Whether a keyword's default or annotation is a number."""
-    of_number = isinstance(parameter.default, int | float) and not isinstance(
-        parameter.default, bool
-    )
-    return of_number or parameter.annotation in (int, float, "int", "float")
+def check_numbers(
+    cls: type[Any], args: Mapping[str, Any], *, name: str, location: Location
+) -> None:
+    """Refuse what is no number, or no list of them, where the class's signature says so.
+
+    It is asked when a class has failed: one that takes more than it says does not.
+    """
+    for keyword, p in inspect.signature(cls).parameters.items():
+        if keyword not in args:
+            continue
+        value, default = args[keyword], p.default
+        if isinstance(default, tuple) and default and all(map(_is_number, default)):
+            count = len(default)
+            if (
+                not isinstance(value, list)
+                or len(value) != count
+                or not all(map(_is_number, value))
+            ):
+                raise SpecError(
+                    f"{name} needs {count} numbers as {keyword!r}, as {[*default]}, not {value!r}",
+                    location=(*location, keyword),
+                )
+        elif _takes_a_number(p) and not _is_number(value):
+            raise SpecError(
+                f"{name} needs a number as {keyword!r}, not {value!r}",
+                location=(*location, keyword),
+            )
+
+
+def _takes_a_number(parameter: inspect.Parameter) -> bool:
+    """Whether a keyword's default or annotation is a number, and it takes nothing else."""
+    if any(other in str(parameter.annotation) for other in ("uple", "ist", "str")):
+        return False  # such as Conv2d's 'padding'
+    return _is_number(parameter.default) or parameter.annotation in (int, float, "int", "float")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_keywords(

@@ -335,8 +335,10 @@ def _message(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, str | N
     kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
     location = tuple(detail["loc"])
     if kind == "extra_forbidden":
-        allowed = _fields_at(model, location[:-1])
-        return f"unknown key {str(location[-1])!r}", suggestion(str(location[-1]), allowed)
+        key, allowed = str(location[-1]), _fields_at(model, location[:-1])
+        if len(location) == 1 and key in _fields_at(model, ("defaults",)):
+            return f"unknown key {key!r} here", "write it below 'defaults', or in a module"
+        return f"unknown key {key!r}", suggestion(key, allowed)
     if kind == "missing":
         return f"{str(location[-1])!r} is missing", None
     if kind == "literal_error":
@@ -356,6 +358,8 @@ _EXPECTED = {
     **dict.fromkeys(("bool_type", "bool_parsing"), "'true' or 'false'"),
     **dict.fromkeys(("tuple_type", "list_type"), "a list, as [a, b]"),
     **dict.fromkeys(("dict_type", "model_type"), "a mapping, as {{key: value}}"),
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
     "string_type": "a text: write it in quotes",
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",

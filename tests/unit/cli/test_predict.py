@@ -78,6 +78,8 @@ def test_a_run(dnictl: Dnictl, run: Checkpointed, folder: Path) -> None:
     assert list(whole["evaluation"]) == ["loss", "top5"]
     assert whole["evaluation"] == pytest.approx(run.evaluate(data="digits", metrics=["top5"]))
     assert dnictl("predict", "--metrics", "mae").code == 78
+    said = dnictl("predict", "-o", "p.txt")
+    assert (said.code, "'p.txt' cannot be written: end its name in .npz" in said.err) == (64, True)
     assert "data.batchsize: unknown key" in dnictl("predict", "--data", "{batchsize: 3}").err
 
 

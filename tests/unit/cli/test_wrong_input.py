@@ -22,11 +22,18 @@ WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
         ("- BatchNorm1d: {num_features: 32}", "- BatchNorm9d: {num_features: 32}"), UP, 78,
         ["chain.yaml:11: modules[0].layers[1]", "unknown layer 'BatchNorm9d'", "did you mean"],
     ),
+    "a layer as in Python": (
+        ("- ReLU", "- nn.ReLU()"), ("validate",), 78, ["chain.yaml:12", "did you mean 'ReLU'?"],
+    ),
     "a layer in other letters": (
         ("- ReLU", "- Relu"), ("validate",), 78, ["chain.yaml:12", "did you mean 'ReLU'?"],
     ),
     "a word for a number": (
         ("epochs: 2", "epochs: two"), UP, 78, ["chain.yaml:4: epochs: 'two' is not a whole number"],
+    ),
+    "an empty list": (
+        ("epochs: 2", "epochs: 2\nlosses: []"), UP, 78,
+        ["chain.yaml:5: losses: [] is not a list of at least 1"],
     ),
     "too small": (("epochs: 2", "epochs: 0"), UP, 78, ["chain.yaml:4: epochs: 0 is not at least"]),
     "a name of other letters": (
@@ -36,6 +43,25 @@ WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
     "a word for an optimizer's number": (
         ("lr: 0.002", "lr: fast"), UP, 78,
         ["chain.yaml:6: defaults.optimizer.Adam.lr", "Adam needs a number as 'lr', not 'fast'"],
+    ),
+    "one number for two": (
+        ("lr: 0.002", "betas: 0.9"), UP, 78,
+        ["Adam.betas: Adam needs 2 numbers as 'betas', as [0.9, 0.999], not 0.9"],
+    ),
+    "nothing for an optimizer's number": (
+        ("lr: 0.002", "lr: null"), UP, 78, ["Adam needs a number as 'lr', not None"],
+    ),
+    "a word for a schedule's number": (
+        ("{Adam: {lr: 0.002}}", "Adam\n  schedule: {CosineAnnealingLR: {T_max: autoo}}"), UP, 78,
+        ["CosineAnnealingLR.T_max: CosineAnnealingLR needs a number as 'T_max', not 'autoo'"],
+    ),
+    "a word among milestones": (
+        ("{Adam: {lr: 0.002}}", "Adam\n  schedule: {MultiStepLR: {milestones: [5, x]}}"), UP, 78,
+        ["MultiStepLR.milestones", "needs whole numbers as 'milestones', as [5, 8], not [5, 'x']"],
+    ),
+    "a layer that refuses its size, beside a pair": (
+        ("- ReLU", "- Conv2d: {in_channels: 0, out_channels: -1, kernel_size: 1, padding: [1, 1]}"),
+        UP, 78, ["Conv2d refuses", "padding"],
     ),
     "a word for a layer's number": (
         ("in_features: 64", "in_features: many"), UP, 78,
@@ -52,6 +78,10 @@ WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
     "misspelt key": (
         ("epochs: 2", "epoch: 2"), UP, 78,
         ["chain.yaml:4: epoch", "unknown key 'epoch'", "did you mean 'epochs'?"],
+    ),
+    "a module's key of the whole chain": (
+        ("epochs: 2", "epochs: 2\noptimizer: SGD"), UP, 78,
+        ["chain.yaml:5: optimizer: unknown key 'optimizer'", "below 'defaults', or in a module"],
     ),
     "misspelt optimizer": (
         ("Adam: {lr", "Adm: {lr"), UP, 78, ["chain.yaml:6: defaults.optimizer", "'Adm'", "Adam"],
