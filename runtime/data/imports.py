@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dni_runtime.errors import SpecError, with_causes
-from dni_runtime.spec.choices import meant_in, missing_module
+from dni_runtime.spec.choices import meant_in, missing_module, other_build
 from dni_runtime.spec.named import IMPORT_KEY
 
 
@@ -36,6 +36,7 @@ def import_target(name: str, base: Path, *, what: str, location: Sequence[str | 
         raise SpecError(
             f"{what} {name!r}: importing {module_name!r} failed: {with_causes(error)}",
             location=location,
+            hint=other_build(error),
         ) from error
     inner = root.joinpath(*module_name.split("."))
     files = (inner / "__init__.py", inner.with_suffix(".py"))

@@ -78,9 +78,7 @@ def find_attribute(name: str, kind: str, location: Location) -> Any:
         raise SpecError(
             f"{kind} {name!r}: importing {module_name!r} failed: {with_causes(error)}",
             location=location,
-            hint="this torchvision was built for another torch: install both from the same index"
-            if "operator torchvision::" in str(error)
-            else None,
+            hint=other_build(error),
         ) from error
     try:
         return attrgetter(attribute)(module)
@@ -90,6 +88,13 @@ def find_attribute(name: str, kind: str, location: Location) -> Any:
             location=location,
             hint=meant_in(module, attribute),
         ) from None
+
+
+def other_build(error: BaseException) -> str | None:
+    """Return what to do if torchvision and torch do not fit each other."""
+    if "operator torchvision::" not in str(error):
+        return None
+    return "this torchvision was built for another torch: install both from the same index"
 
 
 def missing_module(wanted: str, error: ModuleNotFoundError) -> str:

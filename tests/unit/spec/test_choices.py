@@ -29,6 +29,17 @@ def test_an_import_error_shows_its_causes(tmp_path: Path, monkeypatch: pytest.Mo
         import_target("lazy_one:Data", tmp_path, what="data set", location=())
 
 
+def test_a_torchvision_of_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_vision.py").write_text(
+        "import torch\ntorch.library.register_fake('torchvision::nms')(print)\n"
+    )
+    with pytest.raises(SpecError, match="install both from the same index"):
+        find_attribute("broken_vision:resnet18", "network", ())
+    with pytest.raises(SpecError, match="install both from the same index"):
+        import_target("broken_vision:ImageFolder", tmp_path, what="data set", location=())
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
