@@ -160,13 +160,6 @@ def _export(spec: NetworkSpec, wrapped: _TraceWrapper, example: tuple[Tensor, ..
         if isinstance(error, SpecError):
             hint = error.hint or line or None
             raise SpecError(f"{spec.target}{at}: {error.message}", hint=hint) from error
-        if "data-dependent" not in str(error) and not _runs(wrapped, example):
-            raise SpecError(
-                f"{spec.target} fails{at} with samples {', '.join(map(str, spec.example))}: "
-                f"{_reason(error)}",
-                hint=(f"{line}\n  " if line else "")
-                + "compare its sizes with the samples; 'flatten: true' in 'data' makes each a row",
-            ) from error
         raise SpecError(
             f"{spec.target} cannot be traced{at}: {_reason(error)}",
             hint=(f"{line}\n  " if line else "")
@@ -285,16 +278,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _runs(wrapped: _TraceWrapper, example: tuple[Tensor, ...]) -> bool:
-    """Return whether a network takes its samples at all, without being traced."""
-    try:
-        with _quiet(), torch.no_grad():
-            wrapped(*example)
-    except Exception:
-        return False
-    return True
 
 
 def _reason(error: BaseException) -> str:

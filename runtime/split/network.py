@@ -200,9 +200,15 @@ def _try(spec: NetworkSpec, network: nn.Module, batch: Sequence[Tensor]) -> None
             y.sum().backward()
     except Exception as error:
         at, line = guilty_line(error)
+        advice = "" if spec.takes else "name its arguments: 'takes' (--takes)"
+        if len(spec.example) == 1 and isinstance(error, RuntimeError):
+            advice = (
+                "compare its sizes with the samples: 'flatten: true' in 'data' makes each a row"
+            )
         raise SpecError(
-            f"{spec.target} fails on a batch{at}: {type(error).__name__}: {first_line(error)}",
-            hint=line or ("name its arguments: 'takes' (--takes)" if not spec.takes else None),
+            f"{spec.target} fails on a batch of {', '.join(map(str, spec.example))}{at}: "
+            f"{type(error).__name__}: {first_line(error)}",
+            hint=line or advice or None,
         ) from error
     if changed := sorted(frozen ^ _frozen(network)):
         raise SpecError(
