@@ -263,7 +263,7 @@ def with_causes(error: BaseException) -> str:
 
 
 _OURS = "dnictl", "dni_runtime"
-_EXITING = "click", "argparse"  # they exit for whoever calls them
+_EXITING = "click", "argparse", "rich"  # they exit for whoever calls them
 
 
 def exited(error: SystemExit) -> SpecError | None:

@@ -28,9 +28,11 @@ def test_quick_commands_import_nothing_heavy(arguments: list[str], tmp_path: Pat
     assert ("_DNICTL_COMPLETE" in done.stdout) == (arguments == ["completion", "bash"])
 
 
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [["schema"], ["profile", "list"]])
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path, command: list[str]) -> None:
+    """Neither of plain text nor of a table."""
     with subprocess.Popen(
-        [sys.executable, "-m", "dnictl", "schema"],
+        [sys.executable, "-m", "dnictl", *command],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path,
     ) as process:  # fmt: skip
         assert process.stdout is not None
