@@ -193,7 +193,7 @@ class ModuleStep(ModuleForward):
             self.counters.loss = (
                 loss.detach() if whole else loss.detach() * part.samples / len(y_BY)
             )
-            backward(loss, None)
+            self._backward(loss, None)
             upstream = self._gradients(done, part, self._answers(id))
             if ends:
                 self._end_batch()
@@ -213,7 +213,7 @@ class ModuleStep(ModuleForward):
                 now = zip(done.xs, relays, strict=False)
                 only = self._own_leaves()
                 only += [x for x, relay in now if x.requires_grad and not relay]
-            backward(done.h_BH, g_BH / part.samples, inputs=only, retain=later)
+            self._backward(done.h_BH, g_BH / part.samples, inputs=only, retain=later)
             answers = zip(self._answers(id), relays, strict=True)
             gradients = self._gradients(
                 done, part, [answer and not true for answer, true in answers]
@@ -223,6 +223,10 @@ class ModuleStep(ModuleForward):
         if ends and (self._signals or not self._applies):
             self._end_batch()
         return gradients
+
+    def _backward(self, h_BH: Tensor, g_BH: Tensor | None, **how: Any) -> None:
+        self.optimization.separate()
+        backward(h_BH, g_BH, **how)
 
     def _pulled(self, g_BH: Tensor, h_BH: Tensor, done: ForwardPass) -> Tensor:
         """Return an error signal with what the strategy of the replicas adds to it."""
@@ -250,10 +254,10 @@ class ModuleStep(ModuleForward):
         """Train on a batch once more, by the module's own error signal alone."""
         h_BH = self._passes.compute(as_inputs(x)).h_BH
         if self.interface is None:
-            backward(self.loss(h_BH, y_BY), None)
+            self._backward(self.loss(h_BH, y_BY), None)
         else:
             signal = self.interface.signal(h_BH.detach(), y_BY)
-            backward(h_BH, signal.g_BH / len(h_BH))
+            self._backward(h_BH, signal.g_BH / len(h_BH))
         self.optimization.update()
 
     @_naming_module
@@ -292,11 +296,11 @@ class ModuleStep(ModuleForward):
             self._apply(kept, h_BH, g_BH, done)
             return self._gradients(done, kept.part, relays)
         if inputs := [x for x, relay in zip(done.xs, relays, strict=False) if relay]:
-            backward(h_BH, g_BH / samples, inputs=inputs, retain=self._applies)
+            self._backward(h_BH, g_BH / samples, inputs=inputs, retain=self._applies)
         if self._applies:
             assert kept.g_BH is not None
             only = self.optimization.parameters
-            backward(h_BH, (g_BH - kept.g_BH) / samples, inputs=only)
+            self._backward(h_BH, (g_BH - kept.g_BH) / samples, inputs=only)
         return self._gradients(done, kept.part, relays)
 
     def _gradients(self, done: ForwardPass, part: Part, answers: Sequence[bool]) -> Gradients:
@@ -318,7 +322,7 @@ class ModuleStep(ModuleForward):
         if self._summed is not None and self._summed != kept.number:
             self._end_batch()  # parts of the one before have been lost
         g_BH = self._pulled(g_BH, h_BH.detach(), done)
-        backward(h_BH, g_BH / kept.part.samples)
+        self._backward(h_BH, g_BH / kept.part.samples)
         self._count_part(kept)
 
     def _count_part(self, kept: KeptBatch) -> None:

@@ -45,3 +45,16 @@ class Columns(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (x.unsqueeze(1) + y.unsqueeze(1)).squeeze(1)
+
+
+class TwoBiases(nn.Module):
+    """Two biases, seen as rows: autograd leaves one memory as the gradients of both."""
+
+    def __init__(self, features: int, outputs: int) -> None:
+        super().__init__()
+        self.features, self.outputs = features, outputs
+        self.linear = nn.Linear(features, outputs, bias=False)
+        self.one, self.other = nn.Parameter(torch.zeros(outputs)), nn.Parameter(torch.ones(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + (self.one[None] + self.other[None]).squeeze(0)

@@ -114,3 +114,16 @@ def test_batches_that_are_accumulated_count_alike() -> None:
     for number, step in enumerate(chain.steps):
         for name, value in step.layers.state_dict().items():
             torch.testing.assert_close(value, network.state_dict()[f"{number}.{name}"])
+
+
+def test_parts_add_to_gradients_of_which_two_were_in_one_memory() -> None:
+    last = "{import: 'tests.unit.core.outputs:TwoBiases', args: {features: 8, outputs: 3}}"
+    chain = LocalChain(specs_of(CHAIN.format(loss="", parts=4, last=last), INFO))
+    network = nn.Sequential(*(copy.deepcopy(step.layers) for step in chain.steps))
+    ((x, y),) = batches(1)
+    chain.train_batch(x, y)
+    F.cross_entropy(network(x), y).backward()
+    torch.optim.SGD(network.parameters(), lr=0.5).step()
+    for number, step in enumerate(chain.steps):
+        for name, value in step.layers.state_dict().items():
+            torch.testing.assert_close(value, network.state_dict()[f"{number}.{name}"])
