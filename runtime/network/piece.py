@@ -154,6 +154,7 @@ class Piece(nn.Module):
         self._places = sorted((place, name) for name, place in borrows.items())
         self.network = _pruned(whole, needed)  # without what other pieces have
         self._lends = {name: sorted(tied[name] & names)[0] for name in lends}
+        self._still = {name for name in lends if not program.train.learns(tied[name])}
         self._rows = rows
         self._constants = nn.Module()
         others = {other: tensor for name, tensor in self.borrowed.items() for other in tied[name]}
@@ -169,8 +170,10 @@ class Piece(nn.Module):
             self.borrowed[name].take(values.pop(place))
         outputs = (self._train if self.training else self._eval)(*values)
         if self._lends:
-            lent = (self.lent(name) for name in self._lends)
-            outputs += tuple(rows_of(parameter, len(outputs[0]), self._rows) for parameter in lent)
+            for name in self._lends:
+                # What has no gradient gets none of zeros: weights would decay by it.
+                lent = self.lent(name).detach() if name in self._still else self.lent(name)
+                outputs += (rows_of(lent, len(outputs[0]), self._rows),)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def train(self, mode: bool = True) -> Piece:

@@ -5,6 +5,7 @@ A value that passes a cut has the batch as one dimension, which becomes the firs
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -78,6 +79,15 @@ class Trace:
             if others <= bound:
                 return frozenset(nodes)
             bound |= others
+
+    def learns(self, names: Collection[str]) -> bool:
+        """Whether gradients reach one of these parameters: not if all is under ``no_grad``."""
+        return any(
+            _passes_gradients(user)
+            for node in self.graph.nodes
+            if self.names.get(node.name) in names
+            for user in node.users
+        )
 
     @cached_property
     def changes(self) -> dict[object, list[fx.Node]]:
@@ -275,6 +285,11 @@ def changed(node: fx.Node) -> list[fx.Node]:
 
 def _changes_something(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or bool(changed(node))
+
+
+def _passes_gradients(node: fx.Node) -> bool:
+    modes = [mode for mode in node.meta.get("modes", ()) if mode.func is torch.set_grad_enabled]
+    return not modes or bool(modes[-1].args[0])
 
 
 def _draws(node: fx.Node) -> bool:

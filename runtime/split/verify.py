@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from dni_runtime.core.backward import changed_in_place
 from dni_runtime.errors import SpecError
 from dni_runtime.network.piece import Piece
 from dni_runtime.network.source import WRAPPED, NetworkSpec, NetworkWrapper, built_once
@@ -172,7 +173,10 @@ def _run(parts: Sequence[NetworkPart], pieces: Mapping[str, Piece], xs: list[Ten
             if output.requires_grad and copy.grad is not None
         ]
         if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [g for _, g in pairs])
+            try:
+                torch.autograd.backward([output for output, _ in pairs], [g for _, g in pairs])
+            except RuntimeError as error:
+                raise changed_in_place(name, error) or error from None
     return y.detach()
 
 

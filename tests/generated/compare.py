@@ -65,7 +65,9 @@ REASONS: dict[str, set[str]] = {
     "can be cut in 0 places": set(),
     "tied weights of types float32, float64 pass": {"doubled"},
     "tied weights of types complex64, float32 pass": {"spectrum"},
-    "tied weights of types bfloat16, float32 pass": {"halved"},
+    "tied weights of types bfloat16, float(32|64) pass": {"halved"},
+    # torch computes again what is checkpointed, and a module does not
+    "changes a tensor in place that its gradient needs": {"recomputed"},
 }
 """Why a case may be refused, and the elements (one of them) that are refused so."""
 

@@ -62,6 +62,12 @@ def test_seeds_that_found_something(seed: int, tmp_path: Path) -> None:
     assert outcome.kind == "equal", f"{outcome.text}\n{source(outcome.case)}\n{outcome.trace}"
 
 
+@pytest.mark.parametrize("seed", [63145, 64519])
+def test_what_a_module_cannot_do_is_refused_for_its_reason(seed: int, tmp_path: Path) -> None:
+    """Weights of two types that are tied; what is changed in place after a checkpoint."""
+    assert run_case(draw(seed), tmp_path).reason is not None
+
+
 def test_cases_are_read_as_they_are_written() -> None:
     for seed in range(8):
         case = draw(seed)
