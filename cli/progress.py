@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dni_runtime.api.run import Run
     from dni_runtime.measure.figures import RunFigures
-    from dni_runtime.run.documents.metrics import Evaluation
+    from dni_runtime.run.documents.metrics import EvaluationLine
     from dni_runtime.run.documents.state import RunState
 
 _LIVE_S = 0.5
@@ -85,7 +85,7 @@ class PlainLines:
 
     def __init__(self) -> None:
         self._phase = ""
-        self._seen: float | None = None
+        self._shown: set[tuple[int, int, float]] | None = None
         self._restarts: dict[str, int] = {}
         self._started: set[str] = set()
 
@@ -103,18 +103,19 @@ class PlainLines:
                 click.echo(f"{module.module}: inactive", err=True)
         if figures.state in ACTIVE:
             self._tell_phase(figures)
-        evaluations = figures.evaluations
-        if self._seen is None:  # shown by an earlier attempt
-            all_of_them = [*evaluations, *([figures.test] if figures.test else [])]
-            earlier = [result.time for result in all_of_them if result.attempt < figures.attempt]
-            self._seen = max(earlier, default=0.0)
-        for result in evaluations:
-            if result.time > self._seen:
-                self._seen = result.time
-                click.echo(self._line(result, figures, newest=result is evaluations[-1]), err=True)
-        if figures.test is not None and figures.test.time > self._seen:
-            self._seen = figures.test.time
-            click.echo(f"test: {', '.join(evaluation(figures.test))}", err=True)
+        evaluations, tests = figures.evaluations, [figures.test] if figures.test else []
+        if self._shown is None:  # by an earlier attempt
+            every = (*evaluations, *tests)
+            self._shown = {_key(result) for result in every if result.attempt < figures.attempt}
+        for result in (*evaluations, *tests):
+            if _key(result) in self._shown:
+                continue
+            self._shown.add(_key(result))
+            if result is figures.test:
+                line = f"test: {', '.join(evaluation(result))}"
+            else:
+                line = self._line(result, figures, newest=result is evaluations[-1])
+            click.echo(line, err=True)
         self._tell_phase(figures)
 
     def _tell_phase(self, figures: RunFigures) -> None:
@@ -123,13 +124,17 @@ class PlainLines:
             why = f": {figures.error}" if figures.state == "stalled" else ""
             tell(f"{figures.run}: {figures.state}{why}")
 
-    def _line(self, result: Evaluation, figures: RunFigures, *, newest: bool) -> str:
+    def _line(self, result: EvaluationLine, figures: RunFigures, *, newest: bool) -> str:
         parts = evaluation(result)
         if newest and figures.samples_per_s is not None:
             parts.append(f"{number(figures.samples_per_s)} samples/s")
         if newest and figures.eta_s:
             parts.append(f"{duration(figures.eta_s)} left")
         return f"epoch {result.epoch}/{figures.epochs}: {', '.join(parts)}"
+
+
+def _key(result: EvaluationLine) -> tuple[int, int, float]:
+    return result.attempt, result.step, result.time  # which may be earlier: clocks are set back
 
 
 def _picture(figures: RunFigures) -> RenderableType:

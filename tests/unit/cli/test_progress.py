@@ -50,6 +50,29 @@ def test_the_test_set_gets_a_line(record: Record, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "small-1: running\n", "what an earlier attempt has shown"
 
 
+def test_a_clock_that_is_set_back_hides_no_evaluation(
+    record: Record, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = ended(record, "running", 0)
+    with progress(Run(record)) as show:
+        show(state)
+        for epoch, at in ((1, 2e9), (2, 1e9)):
+            line = {
+                "kind": "eval",
+                "module": "top",
+                "attempt": 1,
+                "epoch": epoch,
+                "step": 23 * epoch,
+            }
+            append_line(
+                record.run.metrics("top"), {**line, "samples": 360, "time": at, "loss": 0.5}
+            )
+            state.phase = "running" if epoch == 1 else "finished"
+            show(state)
+    shown = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in shown[1:-1]] == ["epoch 1/2", "epoch 2/2"]
+
+
 def test_why_a_run_has_stalled(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
     show, state = PlainLines(), ended(record, "running", 0)
     show(MetricsReader(record).read(state))
