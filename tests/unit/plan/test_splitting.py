@@ -155,7 +155,10 @@ def test_a_pickle_is_refused(folder: Path) -> None:
         ({"modules": 40}, r"can be cut in \d places, so that it has at most \d modules, not 40"),
         ({"takes": ["tokens"]}, "1 arguments of forward are named, and the data has 2 inputs"),
         ({"args": {"wide": 3}}, r"Model\(wide=3\) failed"),
-        ({"args": {"words": 3}}, r"fails on a batch \(.*words.py:\d+\): IndexError"),
+        (
+            {"args": {"words": 3}},
+            r"fails on a batch of int64\[B x 5\], int64\[B x 5\] \(.*words.py:\d+\): IndexError",
+        ),
     ],
 )
 def test_wrong_input(folder: Path, given: dict[str, Any], message: str) -> None:

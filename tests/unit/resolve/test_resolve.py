@@ -308,7 +308,7 @@ modules:
     [
         ("schedule: {StepLR: {step_size: 0}}", "schedule.StepLR", "StepLR fails with"),
         ("schedule: {CosineAnnealingLR: {T_max: 0}}", "schedule.CosineAnnealingLR", "modulo by"),
-        ("schedule: {ExponentialLR: {gamma: x}}", "schedule.ExponentialLR", "multiply"),
+        ("schedule: {ExponentialLR: {gamma: x}}", "schedule.ExponentialLR.gamma", "not 'x'"),
         (
             "groups: [{parameters: biases, options: {lr: -1}}]",
             "groups[0].options.Adam",
