@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,21 @@ def changed_in_place(module: str, error: RuntimeError) -> SpecError | None:
         f"module {module!r} changes a tensor in place that its gradient needs: {what}",
         hint="make a new one there, as 'y = y * 2' does instead of 'y *= 2' or 'y.mul_(2)'",
     )
+
+
+def separate(parameters: Iterable[Tensor]) -> None:
+    """Let each gradient have a memory of its own, before more is added to it.
+
+    Autograd may leave one memory as several, as for ``a`` and ``b`` of ``a[None] + b[None]``.
+    """
+    seen: set[int] = set()
+    for p in parameters:
+        if p.grad is None or p.grad.layout is not torch.strided:
+            continue
+        memory = p.grad.untyped_storage().data_ptr()
+        if memory in seen:
+            p.grad = p.grad.clone()
+        seen.add(memory)
 
 
 def per_sample(g_BX: Tensor | None, part: Part) -> Tensor | None:

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from dni_runtime.core.backward import separate
 from dni_runtime.core.finite import all_finite
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.training import (
@@ -115,27 +116,13 @@ class Optimization:
         self.before_step: Callable[[Sequence[Tensor]], None] | None = None
         self.holds = False  # True: gradients are only summed up, until :meth:`step` is called
 
-    def separate(self) -> None:
-        """Let each gradient have a memory of its own, before more is added to it.
-
-        Autograd may leave one memory as several, as for ``a`` and ``b`` of ``a[None] + b[None]``.
-        """
-        seen: set[int] = set()
-        for p in self.parameters:
-            if p.grad is None or p.grad.layout is not torch.strided:
-                continue
-            memory = p.grad.untyped_storage().data_ptr()
-            if memory in seen:
-                p.grad = p.grad.clone()
-            seen.add(memory)
-
     def update(self) -> None:
         """Note a batch's complete gradient; update the weights every ``accumulate`` batches."""
         self.gathered += 1
         if self.holds or self.gathered < self._spec.accumulate or not self.parameters:
             return
         if self.gathered > 1:
-            self.separate()
+            separate(self.parameters)
             for p in self.parameters:
                 if p.grad is not None:
                     p.grad.div_(self.gathered)

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.backward import backward, changed_in_place, per_sample
+from dni_runtime.core.backward import backward, changed_in_place, per_sample, separate
 from dni_runtime.core.counters import StepCounters
 from dni_runtime.core.forward import Inputs, ModuleForward, as_inputs
 from dni_runtime.core.interfaces import Boundary, GradientInterface, Keep, build_interface
@@ -225,7 +225,7 @@ class ModuleStep(ModuleForward):
         return gradients
 
     def _backward(self, h_BH: Tensor, g_BH: Tensor | None, **how: Any) -> None:
-        self.optimization.separate()
+        separate(self.optimization.parameters)
         backward(h_BH, g_BH, **how)
 
     def _pulled(self, g_BH: Tensor, h_BH: Tensor, done: ForwardPass) -> Tensor:

@@ -1,4 +1,7 @@
-"""Reading ``chain.yaml``: YAML with line numbers, then the models; errors name the line."""
+"""Reading ``chain.yaml``: YAML with line numbers, then the models; errors name the line.
+
+It is one file because each message needs both: where the text is, and what the models say of it.
+"""
 
 from __future__ import annotations
 
