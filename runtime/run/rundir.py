@@ -1,43 +1,5 @@
 """The run directory: the one module that defines the paths of a run's files.
 
-::
-
-    RUN/
-      run.json                      what was started, from what, when
-      chain.yaml  chain.json        the chain as written, and resolved
-      plan.json                     the launch plan
-      job.json  job.sbatch          the Slurm job: what was requested, and its batch script
-      specs/MODULE.json             what each worker serves
-      front.json                    what the front answers, if a launcher starts it as well
-      src/                          the user's source files
-      endpoints/MODULE.json         where a worker listens, its public key (published atomically)
-      endpoints/MODULE.group/       how replicas find each other that form a process group
-      keys/MODULE.key  .pub         a worker's key pair, its public key; only while it is needed
-      workers/MODULE.json           a worker's own state
-      state.json  events.jsonl      the supervisor's state and history
-      end.json                      how the run has ended, if state.json has no room for it
-      owner.json  leases/           which supervisor the run belongs to, and who took it over
-      stop.json                     the request to stop the run
-      logs/MODULE.ATTEMPT.log       what a worker printed
-      logs/supervisor.log           what a detached supervisor printed
-      metrics/MODULE.jsonl          what a worker measured: the whole curve
-      tensorboard/MODULE/           the same as event files, on request
-      initial/MODULE.safetensors    a module's initial weights, if the chain specifies any
-      exits/exits.json              early exits: figures, and who leaves where
-      exits/MODULE.safetensors      a module's early head
-      checkpoints/ID/MODULE.*       consistent cuts, by position in the stream
-      checkpoints/best.json         which checkpoint is the best, if the chain selects one
-      snapshots/MODULE.safetensors  a module's own newest state, for its restart
-      snapshots/MODULE.trying       the batch that a worker which predicts may die of
-      ledger/MODULE.json            what a module has processed, over all its attempts
-      ledger/MODULE.marks.jsonl     requested markers that the head inserted, by position
-      ledger/MODULE.shares.jsonl    a replica's parts of evaluations, at the tail
-      scale.json                    how many replicas of its modules 'dnictl scale' wants
-      requests/restart-MODULE       a request to restart a module
-      control/MODULE.json           what the supervisor wants of a worker
-      container/                    the run directory as containers see it; the files and folders
-                                    that they need are mounted into it
-
 A run directory may lie on a shared file system: files appear whole (temporary name, then rename)
 and nothing relies on locks.
 """
@@ -46,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,16 +18,29 @@ FOLDERS = (
     *("specs", "src", "endpoints", "workers", "logs", "metrics"),
     *("initial", "checkpoints", "snapshots", "ledger", "requests", "control"),
 )
-
-ENTRIES = frozenset({
-    *FOLDERS, "keys", "leases", "tensorboard", "container", "exits",
-    "run.json", "chain.yaml", "chain.json", "plan.json", "job.json", "job.sbatch", "state.json",
-    "events.jsonl", "told.json", "end.json", "owner.json", "stop.json", "scale.json",
-    "front.json",
-})  # fmt: skip
-"""All that a run directory may hold: what else is in it is somebody's own."""
+"""Those that each run has."""
 
 _RESTART = "restart-"
+
+
+@dataclass(frozen=True)
+class _File:
+    """A path below the run directory."""
+
+    path: str
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.root / self.path
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The same of each module, or of another name: it is called with that."""
+
+    path: str
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Callable[[str], Path]:
+        return lambda name: run.root / self.path.format(name)
 
 
 @dataclass(frozen=True)
@@ -73,170 +49,55 @@ class RunDir:
 
     root: Path
 
-    @property
-    def record(self) -> Path:
-        return self.root / "run.json"
-
-    @property
-    def chain_file(self) -> Path:
-        return self.root / "chain.yaml"
-
-    @property
-    def chain(self) -> Path:
-        return self.root / "chain.json"
-
-    @property
-    def front(self) -> Path:
-        return self.root / "front.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.root / "plan.json"
-
-    @property
-    def job(self) -> Path:
-        return self.root / "job.json"
-
-    @property
-    def script(self) -> Path:
-        return self.root / "job.sbatch"
-
-    @property
-    def state(self) -> Path:
-        return self.root / "state.json"
-
-    @property
-    def end(self) -> Path:
-        return self.root / "end.json"
-
-    @property
-    def owner(self) -> Path:
-        return self.root / "owner.json"
-
-    @property
-    def leases(self) -> Path:
-        return self.root / "leases"
-
-    def taken(self, token: str) -> Path:
-        """Exists if the run has been taken over from the owner with this token."""
-        return self.leases / f"{token}.taken"
-
-    def beats(self, token: str) -> Path:
-        """The heartbeat counter of the owner with this token."""
-        return self.leases / f"{token}.beats"
-
-    @property
-    def told(self) -> Path:
-        """What the run's callbacks have been told."""
-        return self.root / "told.json"
-
-    @property
-    def events(self) -> Path:
-        return self.root / "events.jsonl"
-
-    @property
-    def stop_request(self) -> Path:
-        return self.root / "stop.json"
-
-    @property
-    def supervisor_log(self) -> Path:
-        return self.root / "logs" / "supervisor.log"
-
-    @property
-    def sources(self) -> Path:
-        return self.root / "src"
-
-    def initial(self, module: str) -> Path:
-        return self.root / "initial" / f"{module}.safetensors"
-
-    @property
-    def exits(self) -> Path:
-        return self.root / "exits" / "exits.json"
-
-    def exit_head(self, module: str) -> Path:
-        return self.root / "exits" / f"{module}.safetensors"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def best(self) -> Path:
-        return self.checkpoints / "best.json"
-
-    def marks(self, module: str) -> Path:
-        return self.root / "ledger" / f"{module}.marks.jsonl"
-
-    def shares(self, module: str) -> Path:
-        return self.root / "ledger" / f"{module}.shares.jsonl"
-
-    @property
-    def scale(self) -> Path:
-        return self.root / "scale.json"
-
-    @property
-    def requests(self) -> Path:
-        return self.root / "requests"
-
-    def restart_request(self, module: str) -> Path:
-        return self.requests / f"{_RESTART}{module}"
-
-    def wanted_restarts(self) -> list[str]:
-        """Modules with a restart request; requests still being written are left out."""
-        return [path.name.removeprefix(_RESTART) for path in self.requests.glob(f"{_RESTART}*")]
-
-    @property
-    def controls(self) -> Path:
-        return self.root / "control"
-
-    def control(self, module: str) -> Path:
-        return self.controls / f"{module}.json"
-
-    def snapshot(self, module: str) -> Path:
-        return self.root / "snapshots" / f"{module}.safetensors"
-
-    def trying(self, module: str) -> Path:
-        """The batch that a restarted worker is computing, and how often one has begun it."""
-        return self.root / "snapshots" / f"{module}.trying"
-
-    def ledger(self, module: str) -> Path:
-        return self.root / "ledger" / f"{module}.json"
-
-    def spec(self, module: str) -> Path:
-        return self.root / "specs" / f"{module}.json"
-
-    def endpoint(self, module: str) -> Path:
-        return self.root / "endpoints" / f"{module}.json"
-
-    def group(self, module: str) -> Path:
-        return self.root / "endpoints" / f"{module}.group"
-
-    @property
-    def groups(self) -> list[Path]:
-        return [*(self.root / "endpoints").glob("*.group")]
-
-    @property
-    def keys(self) -> Path:
-        return self.root / "keys"
-
-    def key(self, module: str) -> Path:
-        return self.keys / f"{module}.key"
-
-    def public_key(self, module: str) -> Path:
-        return self.keys / f"{module}.pub"
-
-    def worker(self, module: str) -> Path:
-        return self.root / "workers" / f"{module}.json"
+    record = _File("run.json")  # what was started, from what, when
+    chain_file = _File("chain.yaml")  # the chain as written
+    chain = _File("chain.json")  # resolved
+    plan = _File("plan.json")  # the launch plan
+    job = _File("job.json")  # the Slurm job: what was requested
+    script = _File("job.sbatch")  # its batch script
+    spec = _Files("specs/{}.json")  # what each worker serves
+    front = _File("front.json")  # what the front answers, if a launcher starts it as well
+    sources = _File("src")  # the user's source files
+    # Where a worker listens, its public key; published atomically.
+    endpoint = _Files("endpoints/{}.json")
+    group = _Files("endpoints/{}.group")  # how replicas find each other that form a process group
+    keys = _File("keys")
+    key = _Files("keys/{}.key")  # a worker's key pair; only while it is needed
+    public_key = _Files("keys/{}.pub")
+    worker = _Files("workers/{}.json")  # a worker's own state
+    state = _File("state.json")  # the supervisor's
+    events = _File("events.jsonl")  # its history
+    end = _File("end.json")  # how the run has ended, if state.json has no room for it
+    told = _File("told.json")  # what the run's callbacks have been told
+    owner = _File("owner.json")  # which supervisor the run belongs to
+    leases = _File("leases")
+    taken = _Files("leases/{}.taken")  # the run was taken over from the owner with this token
+    beats = _Files("leases/{}.beats")  # the heartbeat counter of that owner
+    stop_request = _File("stop.json")
+    supervisor_log = _File("logs/supervisor.log")  # what a detached supervisor printed
+    metrics = _Files("metrics/{}.jsonl")  # what a worker measured: the whole curve
+    tensorboard = _File("tensorboard")  # the same as event files, on request, by module
+    initial = _Files("initial/{}.safetensors")  # initial weights, if the chain specifies any
+    exits = _File("exits/exits.json")  # early exits: figures, and who leaves where
+    exit_head = _Files("exits/{}.safetensors")
+    checkpoints = _File("checkpoints")
+    best = _File("checkpoints/best.json")  # which is the best, if the chain selects one
+    snapshot = _Files("snapshots/{}.safetensors")  # a module's own newest state, for its restart
+    # The batch that a restarted worker is computing, which it may die of, and how often it began.
+    trying = _Files("snapshots/{}.trying")
+    ledger = _Files("ledger/{}.json")  # what a module has processed, over all its attempts
+    marks = _Files("ledger/{}.marks.jsonl")  # requested markers that the head has inserted
+    shares = _Files("ledger/{}.shares.jsonl")  # a replica's parts of evaluations, at the tail
+    scale = _File("scale.json")  # how many replicas of its modules 'dnictl scale' wants
+    requests = _File("requests")
+    restart_request = _Files(f"requests/{_RESTART}{{}}")
+    controls = _File("control")
+    control = _Files("control/{}.json")  # what the supervisor wants of a worker
+    _container = _File("container")
 
     def log(self, module: str, attempt: int) -> Path:
+        """What a worker printed."""
         return self.root / "logs" / f"{module}.{attempt}.log"
-
-    def metrics(self, module: str) -> Path:
-        return self.root / "metrics" / f"{module}.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
 
     def checkpoint(self, cut: int, module: str) -> Path:
         """Path, without suffix, of one module's part of the checkpoint at position ``cut``."""
@@ -245,7 +106,15 @@ class RunDir:
     @property
     def container(self) -> RunDir:
         """The directory that containers see in its place: empty except for mounts."""
-        return RunDir(self.root / "container")
+        return RunDir(self._container)
+
+    @property
+    def groups(self) -> list[Path]:
+        return [*(self.root / "endpoints").glob("*.group")]
+
+    def wanted_restarts(self) -> list[str]:
+        """Modules with a restart request; requests still being written are left out."""
+        return [path.name.removeprefix(_RESTART) for path in self.requests.glob(f"{_RESTART}*")]
 
     def create(self) -> None:
         """Create the folders, readable by their owner only."""
@@ -253,6 +122,12 @@ class RunDir:
             (self.root / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         if stat.S_IMODE(self.root.stat().st_mode) != 0o700:  # in a container it cannot be changed
             self.root.chmod(0o700)
+
+
+ENTRIES = frozenset(
+    Path(file.path).parts[0] for file in vars(RunDir).values() if isinstance(file, _File | _Files)
+)
+"""All that a run directory may hold: what else is in it is somebody's own."""
 
 
 def socket_path(run: Path, base: Path | None = None) -> Path:
