@@ -41,18 +41,38 @@ class DniError(Exception):
 
     Attributes:
         message: What is wrong, naming file, field and value.
+        location: The chain's setting that it is about, as keys and indices; empty for none.
         hint: What to do next, or None.
     """
 
     exit_code: ClassVar[int] = 70
+    tail: Sequence[str] = ()
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, location: Sequence[str | int] = (), hint: str | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
+        self.location = tuple(location)
         self.hint = hint
 
+    @property
+    def path(self) -> str:
+        """The location as text, such as ``modules[1].layers[0].Linear``."""
+        text = ""
+        for part in self.location:
+            text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        return text
+
+    @property
+    def where(self) -> str:
+        """What the text begins with: where the error is; empty if that is not known."""
+        return self.path
+
     def __str__(self) -> str:
-        return self.message if self.hint is None else f"{self.message}\n  → {self.hint}"
+        lines = [": ".join(filter(None, (self.where, self.message)))]
+        lines += [f"  | {line}" for line in self.tail]
+        return "\n".join([*lines, *([] if self.hint is None else [f"  → {self.hint}"])])
 
 
 class UsageError(DniError):
@@ -74,23 +94,9 @@ class DataError(DniError):
 
 
 class UnavailableError(DniError):
-    """A required program, device, network interface or port is missing.
-
-    Attributes:
-        location: The chain's setting that requires it, as keys and indices; empty for none.
-    """
+    """A required program, device, network interface or port is missing."""
 
     exit_code = 69
-
-    def __init__(
-        self, message: str, *, location: Sequence[str | int] = (), hint: str | None = None
-    ) -> None:
-        super().__init__(message, hint=hint)
-        self.location = tuple(location)
-
-    def __str__(self) -> str:
-        where = _dotted(self.location)
-        return f"{where}: {super().__str__()}" if where else super().__str__()
 
 
 class UnansweredError(UnavailableError):
@@ -109,12 +115,6 @@ class BuildError(DniError):
     def __init__(self, message: str, *, tail: Sequence[str] = (), hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.tail = tuple(tail)
-
-    def __str__(self) -> str:
-        lines = [self.message, *(f"  | {line}" for line in self.tail)]
-        if self.hint is not None:
-            lines.append(f"  → {self.hint}")
-        return "\n".join(lines)
 
 
 class WorkerError(DniError):
@@ -190,8 +190,9 @@ class RequestError(DniError):
         self.place = place
         self.retry_after_s = retry_after_s
 
-    def __str__(self) -> str:
-        return f"{self.place}: {super().__str__()}" if self.place else super().__str__()
+    @property
+    def where(self) -> str:
+        return self.place
 
 
 class HandshakeError(DniError):
@@ -210,7 +211,6 @@ class SpecError(DniError):
     Attributes:
         file: The file's name, or None for a spec that was not read from a file.
         line: One-based line in the file, or None.
-        location: Position in the document, as keys and indices; ``path`` is the same as text.
     """
 
     exit_code = 78
@@ -224,30 +224,14 @@ class SpecError(DniError):
         location: Sequence[str | int] = (),
         hint: str | None = None,
     ) -> None:
-        super().__init__(message, hint=hint)
+        super().__init__(message, location=location, hint=hint)
         self.file = file
         self.line = line
-        self.location = tuple(location)
 
     @property
-    def path(self) -> str:
-        """The location as text, such as ``modules[1].layers[0].Linear``."""
-        return _dotted(self.location)
-
-    def __str__(self) -> str:
-        place = self.file or ""
-        if self.line is not None:
-            place += f":{self.line}"
-        where = ": ".join(part for part in (place, self.path) if part)
-        text = f"{where}: {self.message}" if where else self.message
-        return text if self.hint is None else f"{text}\n  → {self.hint}"
-
-
-def _dotted(location: Sequence[str | int]) -> str:
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
+    def where(self) -> str:
+        place = (self.file or "") + ("" if self.line is None else f":{self.line}")
+        return ": ".join(filter(None, (place, self.path)))
 
 
 def with_causes(error: BaseException) -> str:

@@ -102,8 +102,7 @@ def location_in(path: Path, *location: str | int) -> str:
         line = line_of(path.read_text(encoding="utf-8"), location)
     except (OSError, UnicodeDecodeError, SpecError):
         line = None
-    where = str(SpecError("", file=str(path), line=line, location=location))
-    return where.removesuffix(": ")
+    return SpecError("", file=str(path), line=line, location=location).where
 
 
 def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> CheckedChain:
