@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from reprlib import repr as brief
 from typing import Any
 
@@ -37,19 +36,6 @@ INPUTS_LIMIT = 8
 NAME_BYTES = 255  # a run is named after its folder (NAME_MAX, limits.h)
 
 
-@dataclass(frozen=True, slots=True)
-class _Uses:
-    """Which fields a kind uses; the others must be zero or empty."""
-
-    id: bool = False
-    epoch: bool = False
-    mode: bool = False
-    mark: bool = False
-    ack: bool = False
-    body: bool = False
-    tensors: tuple[tuple[str, ...], ...] = ((),)  # each allowed sequence of names
-
-
 _BATCHES = [
     (*h, *(f"x{index}" for index in range(data)), "y")
     for data in range(INPUTS_LIMIT + 1)
@@ -57,19 +43,24 @@ _BATCHES = [
     if h or data
 ]
 
-_USES = {
-    Kind.HELLO: _Uses(body=True),
-    Kind.WELCOME: _Uses(ack=True, body=True),
-    Kind.REFUSE: _Uses(body=True),
-    Kind.BATCH: _Uses(id=True, epoch=True, mode=True, body=True, tensors=tuple(_BATCHES)),
-    Kind.MARK: _Uses(id=True, epoch=True, mark=True),
-    Kind.GRADIENT: _Uses(id=True, ack=True, tensors=(("g",), ("g", "g_scale"))),
-    Kind.ACK: _Uses(ack=True),
-    Kind.DRAINED: _Uses(id=True),
-    Kind.REQUEST: _Uses(body=True),
-    Kind.BYE: _Uses(),
+_USES: dict[Kind, str] = {
+    Kind.HELLO: "body",
+    Kind.WELCOME: "ack body",
+    Kind.REFUSE: "body",
+    Kind.BATCH: "id epoch mode body",
+    Kind.MARK: "id epoch mark",
+    Kind.GRADIENT: "id ack",
+    Kind.ACK: "ack",
+    Kind.DRAINED: "id",
+    Kind.REQUEST: "body",
+    Kind.BYE: "",
 }
-_KINDS = {int(kind): (kind, uses) for kind, uses in _USES.items()}  # ints hash fastest
+"""The fields that each kind uses; the others must be zero or empty."""
+_TENSORS = {Kind.BATCH: frozenset(_BATCHES), Kind.GRADIENT: {("g",), ("g", "g_scale")}}
+_KINDS = {
+    int(kind): (kind, frozenset(uses.split()), _TENSORS.get(kind, {()}))
+    for kind, uses in _USES.items()
+}  # ints hash fastest
 _MODES = {int(mode): mode for mode in Mode}
 _MARKS = {bits: Mark(bits) for bits in range(sum(Mark) + 1)}
 
@@ -94,21 +85,8 @@ _STRICT: dict[str, Any] = {
 def encode(message: Message) -> list[Buffer]:
     """Return a message's frames: its header, then its buffers unchanged."""
     try:
-        header: bytes = msgpack.packb(
-            [
-                PROTOCOL_VERSION,
-                message.kind,
-                message.run,
-                message.source,
-                message.id,
-                message.epoch,
-                message.mode,
-                message.mark,
-                message.ack,
-                message.tensors,
-                message.body,
-            ]
-        )
+        *fields, _, body = message  # without the buffers
+        header: bytes = msgpack.packb([PROTOCOL_VERSION, *fields, body])
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError("header", f"the header cannot be written: {error}") from None
     if len(header) > HEADER_BYTES:
@@ -131,7 +109,7 @@ def decode(frames: Sequence[Buffer], limits: Limits) -> Message:
     _, number, run, source, id, epoch, mode, mark, ack, table, body = fields
     if type(number) is not int or number not in _KINDS:
         raise WireError("kind", f"unknown kind {brief(number)}")
-    kind, uses = _KINDS[number]
+    kind, uses, names = _KINDS[number]
     _check_name(run, "run")
     _check_name(source, "source")
     _check_natural(id, "id", ID_LIMIT)
@@ -144,31 +122,20 @@ def decode(frames: Sequence[Buffer], limits: Limits) -> Message:
     if body:
         _check_body(body, DEPTH_LIMIT)
     wrong = (
-        ("id" if uses.id != (id > 0) else "")
-        or ("mark" if uses.mark != (mark > 0) else "")
-        or ("epoch" if epoch and not uses.epoch else "")
-        or ("mode" if mode and not uses.mode else "")
-        or ("ack" if ack and not uses.ack else "")
-        or ("body" if body and not uses.body else "")
+        ("id" if ("id" in uses) != (id > 0) else "")
+        or ("mark" if ("mark" in uses) != (mark > 0) else "")
+        or ("epoch" if epoch and "epoch" not in uses else "")
+        or ("mode" if mode and "mode" not in uses else "")
+        or ("ack" if ack and "ack" not in uses else "")
+        or ("body" if body and "body" not in uses else "")
     )
     if wrong:
         raise WireError("kind", f"{kind.name} with the wrong {wrong}")
-    tensors = _table(table, frames, limits)
-    if tuple([entry.name for entry in tensors]) not in uses.tensors:
+    tensors, buffers = _table(table, frames, limits), tuple(frames[1:])
+    if tuple([entry.name for entry in tensors]) not in names:
         raise WireError("count", f"{kind.name} with the tensors {brief(table)}")
-    return Message(
-        kind,
-        run,
-        source,
-        id,
-        epoch,
-        _MODES[mode],
-        _MARKS[mark],
-        ack,
-        tensors,
-        tuple(frames[1:]),
-        body,
-    )
+    mode, mark = _MODES[mode], _MARKS[mark]
+    return Message(kind, run, source, id, epoch, mode, mark, ack, tensors, buffers, body)
 
 
 def header_version(header: Buffer) -> int | None:
