@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections import deque
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -91,30 +91,16 @@ LABELS_KEPT = 64
 """Batches of labels that synthetic inputs are drawn for."""
 
 
-class BatchSource(Protocol):
-    """Source of batches while none come from upstream; ``replayed`` counts those returned."""
-
-    replayed: int
-
-    def keep(self, xs: tuple[Tensor, ...], y_BY: Tensor) -> None:
-        """Note a batch that the module has been trained on."""
-        ...
-
-    def choose(self) -> tuple[tuple[Tensor, ...], Tensor] | None:
-        """Return a batch to train on; None if there is none yet."""
-        ...
-
-
 class ReplayBuffer:
     """Recent training batches, returned in random order without torch's random numbers."""
 
     def __init__(self, size: int, seed: int) -> None:
         self._kept: deque[tuple[tuple[Tensor, ...], Tensor]] = deque(maxlen=size)
         self._random = random.Random(seed)
-        self.replayed = 0
+        self.replayed = 0  # batches returned
 
     def keep(self, xs: tuple[Tensor, ...], y_BY: Tensor) -> None:
-        """Keep a batch, in place of the oldest one."""
+        """Keep a batch that the module has been trained on, in place of the oldest one."""
         self._kept.append((xs, y_BY))
 
     def choose(self) -> tuple[tuple[Tensor, ...], Tensor] | None:
@@ -164,10 +150,17 @@ class Idle:
     With ``late`` it trains whenever the next batch has not arrived yet.
     """
 
-    def __init__(self, step: ModuleStep, input: Join, source: BatchSource, *, late: bool) -> None:
+    def __init__(
+        self,
+        step: ModuleStep,
+        input: Join,
+        source: ReplayBuffer | SyntheticInputs,
+        *,
+        late: bool,
+    ) -> None:
+        self.source = source
         self._step = step
         self._input = input
-        self._source = source
         self._late = late
         self._heard_s = time.monotonic()
 
@@ -177,33 +170,22 @@ class Idle:
         links = step.spec.links
         if input is None or not step.replays:
             return None
-        source: BatchSource
         if links.synthetic_inputs is not None:
-            source = SyntheticInputs(step)
-        elif links.replay:
-            source = ReplayBuffer(links.replay, step.spec.seed)
-        else:
-            return None
-        return cls(step, input, source, late=links.synthetic_inputs == "late")
-
-    @property
-    def count(self) -> int:
-        """Batches trained on so far."""
-        return self._source.replayed
+            late = links.synthetic_inputs == "late"
+            return cls(step, input, SyntheticInputs(step), late=late)
+        if links.replay:
+            return cls(step, input, ReplayBuffer(links.replay, step.spec.seed), late=False)
+        return None
 
     def heard(self) -> None:
         """Note that something has come from upstream."""
         self._heard_s = time.monotonic()
 
-    def keep(self, xs: tuple[Tensor, ...], y_BY: Tensor) -> None:
-        """Note a batch that the module has just been trained on."""
-        self._source.keep(xs, y_BY)
-
     def train(self) -> bool:
         """Train on one batch, if it is time to; return whether it did."""
         if not self._late and not self._gone():
             return False
-        chosen = self._source.choose()
+        chosen = self.source.choose()
         if chosen is None:
             return False
         self._step.replay(*chosen)

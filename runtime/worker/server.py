@@ -223,7 +223,7 @@ class ModuleServer:
             if self._output is not None and batch.id <= self._output.drained and step.waiting:
                 self._give_up_until(batch.id)  # its gradient will not come
             if self._idle is not None:
-                self._idle.keep(x, y_BY)
+                self._idle.source.keep(x, y_BY)
         ledger.at(batch.id, batch.epoch)
         if self._input is not None:
             for place, link in enumerate(self._input.of(batch.id)):
@@ -407,7 +407,7 @@ class ModuleServer:
         self._enter(Stage.FINISHED if Mark.END in mark else after, last)
 
     def _write_metrics(self) -> None:
-        replayed = 0 if self._idle is None else self._idle.count
+        replayed = 0 if self._idle is None else self._idle.source.replayed
         figures = link_figures(self._input, self._output, self._exchange, replayed)
         connected = None if self._output is None else self._output.connected
         self._metrics.write(self._step, figures, connected, self._copies)

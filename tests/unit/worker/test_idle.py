@@ -137,7 +137,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def test_it_trains_when_upstream_is_silent_and_gone(world: World) -> None:
     made = world.idle()
     x, y = batch(1)
-    made.keep(x, y)
+    made.source.keep(x, y)
     world.now_s += SILENT_S - 0.01
     assert not made.train()
     assert world.input.asked == 0
@@ -146,7 +146,7 @@ def test_it_trains_when_upstream_is_silent_and_gone(world: World) -> None:
     ((trained_x, trained_y),) = world.step.trained
     assert trained_x is x
     assert trained_y is y
-    assert made.count == 1
+    assert made.source.replayed == 1
     made.heard()
     assert not made.train()
 
@@ -154,7 +154,7 @@ def test_it_trains_when_upstream_is_silent_and_gone(world: World) -> None:
 def test_a_module_upstream_that_lives_is_only_slow(world: World) -> None:
     """It is asked once in a while, not all the time."""
     made = world.idle()
-    made.keep(*batch(1))
+    made.source.keep(*batch(1))
     world.input.alive = True
     for _ in range(100):
         assert not made.train()
@@ -168,8 +168,8 @@ def test_a_module_upstream_that_lives_is_only_slow(world: World) -> None:
 def test_late_trains_whenever_nothing_has_come_yet(world: World) -> None:
     made = world.idle(late=True)
     assert not made.train()
-    assert made.count == 0
-    made.keep(*batch(1))
+    assert made.source.replayed == 0
+    made.source.keep(*batch(1))
     made.heard()
     assert made.train()
     assert world.input.asked == 0
@@ -179,7 +179,7 @@ def test_without_a_batch_there_is_nothing_to_train_on(world: World) -> None:
     made = world.idle()
     world.now_s += 10
     assert not made.train()
-    assert (made.count, world.step.trained) == (0, [])
+    assert (made.source.replayed, world.step.trained) == (0, [])
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_the_source_is_what_the_spec_names(
         assert made is None
     else:
         assert made is not None
-        assert type(made._source) is source
+        assert type(made.source) is source
         assert made._late == ("late" in links)
     assert Idle.of(step, None) is None  # the head
 
