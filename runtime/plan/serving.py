@@ -30,10 +30,7 @@ def serving_chain(
 
     ``exits`` are the early exits of modules, by name, whose heads the run has. ``replicas`` are
     numbers of workers, by module; by default as many as have trained, or one of each if these
-    cannot be served.
-
-    Raises:
-        UsageError: There are no such modules, or they cannot have replicas.
+    cannot be served. Raises ``UsageError`` if there are no such modules.
     """
     chain, workers = record.specs()
     head, tail = workers[0].head, workers[-1]

@@ -122,9 +122,6 @@ def pull(
 
     What it may do is decided before it is fetched: its digest is the one that the address names, or
     its signature is good. Everything else is checked by digests from there.
-
-    Raises:
-        ImageError: It is not signed by somebody whom the user knows, or is not what it should be.
     """
     if address.reference is None:
         raise UsageError(f"{address} names no version", hint=f"see 'dnictl models {address}'")

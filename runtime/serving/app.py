@@ -55,27 +55,16 @@ class _Response(NamedTuple):
 
 
 class App:
-    """The application.
-
-    Args:
-        versions: What answers.
-        settings: How it is served.
-        modules: Returns the families of figures of the versions' modules; it may take a while.
-        token: What requests must bear, or None.
-
-    Attributes:
-        cut: How many requests were not answered because the server stopped.
-    """
-
     def __init__(
         self,
         versions: Versions,
         settings: Settings,
-        token: bytes | None,
+        token: bytes | None,  # that requests must bear
+        # families of figures of the versions' modules; it may take a while
         modules: Callable[[], list[list[str]]],
     ) -> None:
         self._modules = modules
-        self.cut = 0
+        self.cut = 0  # requests that were not answered because the server stopped
         self._versions = versions
         self._settings = settings
         self._bearer = None if token is None else b"Bearer " + token

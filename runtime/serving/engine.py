@@ -31,14 +31,11 @@ class Engine(Protocol):
     """What computes answers: the front of a chain, or a whole network in this process.
 
     Its methods are called in the thread of the event loop, and must not wait.
-
-    Attributes:
-        signature: What it takes and returns.
-        answered: Called with each answer, from any thread; set by the owner before anything is
-            submitted. A batch may be answered in parts, and a part twice: the first one counts.
     """
 
     signature: Signature
+    # Called with each answer, from any thread; set by the owner before anything is submitted. A
+    # batch may be answered in parts, and a part twice: the first one counts.
     answered: Callable[[Answer], None]
 
     def room(self) -> int:
@@ -55,20 +52,10 @@ class Engine(Protocol):
 
 
 class InProcess:
-    """An engine that computes a network in a thread of this process.
-
-    Args:
-        network: Takes the signature's inputs as arguments, and returns a tensor or several.
-        signature: What it takes and returns.
-        device: Where it is computed.
-    """
+    """An engine that computes a network in a thread of this process."""
 
     def __init__(
-        self,
-        network: nn.Module,
-        signature: Signature,
-        *,
-        device: torch.device | str = "cpu",
+        self, network: nn.Module, signature: Signature, *, device: torch.device | str = "cpu"
     ) -> None:
         self.signature = signature
         self.answered: Callable[[Answer], None] = lambda answer: None
@@ -82,12 +69,10 @@ class InProcess:
         self._thread.start()
 
     def room(self) -> int:
-        """Return how many more batches it takes now."""
         return 1 - (self._submitted - self._computed)
 
     def submit(self, id: int, inputs: tuple[Tensor, ...], *, whole: bool = False) -> None:
-        """Compute a batch; a network without exits computes all as a whole."""
-        self._submitted += 1
+        self._submitted += 1  # without exits all is computed as a whole
         self._batches.put((id, inputs))
 
     def close(self) -> None:

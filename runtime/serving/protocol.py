@@ -146,15 +146,10 @@ def empty(specs: Mapping[str, TensorSpec], rows: int) -> tuple[Tensor, ...]:
 def read_request(
     body: bytes | bytearray, header_length: bytes | None, signature: Signature
 ) -> Request:
-    """Return the request in a body.
+    """Return the request in a body; raises ``RequestError`` with status 400.
 
-    Args:
-        body: JSON, and after it the tensors that the request sends as bytes.
-        header_length: The header ``Inference-Header-Content-Length``: bytes of the JSON.
-        signature: What the model takes and returns.
-
-    Raises:
-        RequestError: With status 400.
+    The body is JSON, and after it the tensors that the request sends as bytes; ``header_length`` is
+    the header ``Inference-Header-Content-Length``: bytes of the JSON.
     """
     end = len(body)
     if header_length is not None:

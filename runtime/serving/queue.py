@@ -112,8 +112,7 @@ class Queue:
     ) -> Job:
         """Add a request; ``whole`` ones go first, in a batch of their own.
 
-        Raises:
-            RequestError: With status 429 or 413 if too many rows would wait.
+        Raises ``RequestError`` with status 429 or 413 if too many rows would wait.
         """
         rows, most = len(inputs[0]), self._settings.max_waiting
         if rows > most:

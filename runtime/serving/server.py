@@ -37,11 +37,8 @@ _ESTABLISHED = b"\1"
 def serve(settings: Settings, modules: Callable[[], list[list[str]]] = list) -> Server:
     """Return a server that accepts requests; it has no versions yet.
 
-    ``modules`` returns the families of figures of their modules, for ``/metrics``.
-
-    Raises:
-        UsageError: The settings cannot be carried out.
-        UnavailableError: The port is in use.
+    ``modules`` returns the families of figures of their modules, for ``/metrics``. Raises
+    ``UsageError`` if the settings cannot be carried out, ``UnavailableError`` if the port is used.
     """
     server = _made(settings, modules)
     try:
@@ -77,12 +74,7 @@ def _made(settings: Settings, modules: Callable[[], list[list[str]]]) -> Server:
 
 
 class Server:
-    """A server that runs.
-
-    Attributes:
-        versions: What it serves; use it in :meth:`call`.
-        url: Where it listens.
-    """
+    """A server that runs."""
 
     def __init__(
         self,
@@ -91,7 +83,7 @@ class Server:
         token: bytes | None,
         modules: Callable[[], list[list[str]]],
     ) -> None:
-        self.versions = Versions(settings)
+        self.versions = Versions(settings)  # to be used in :meth:`call`
         host, self.port = listener.getsockname()[:2]
         scheme = "http" if settings.tls_cert is None else "https"
         self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
@@ -144,11 +136,8 @@ class Server:
     def remove(self, name: str, timeout_s: float) -> bool:
         """Stop a version when it has answered what it has; what takes longer fails (503).
 
-        Returns:
-            Whether all its requests were answered.
-
-        Raises:
-            UsageError: It gets requests that name no version.
+        Returns whether all was answered. It must get no requests that name no version
+        (``UsageError``).
         """
         removal = self.versions.remove(name, timeout_s)
         return asyncio.run_coroutine_threadsafe(removal, self._loop).result()
@@ -156,8 +145,7 @@ class Server:
     def stop(self, drain_s: float) -> bool:
         """Answer what has come, and stop; what takes longer than ``drain_s`` fails (503).
 
-        Returns:
-            Whether all requests were answered.
+        Returns whether all was answered.
         """
         self._uvicorn.config.timeout_graceful_shutdown = ceil(drain_s)
         self._uvicorn.should_exit = True

@@ -35,8 +35,7 @@ class Settings(Frozen):
     def token(self) -> bytes | None:
         """Return the token, if one is required.
 
-        Raises:
-            UsageError: Its file is not safe, or there is none and other hosts can connect.
+        Raises ``UsageError`` if its file is not safe, or other hosts can connect without one.
         """
         if self.token_file is None:
             if not self._loopback():

@@ -22,20 +22,10 @@ class Version:
 
     It is *ready* if a batch has gone through the whole engine within ``probe_s`` seconds. If
     requests do not show that, a *probe* does: a batch of its own, of which no row leaves early.
-
-    Args:
-        name: In paths and answers.
-        engine: What computes.
-        settings: How it is served.
     """
 
-    def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        settings: Settings,
-    ) -> None:
-        self.name = name
+    def __init__(self, name: str, engine: Engine, settings: Settings) -> None:
+        self.name = name  # in paths and answers
         self.engine = engine
         self.figures = VersionFigures()
         self._probe_s = settings.probe_s
@@ -71,8 +61,7 @@ class Version:
     async def answer(self, request: Request, future: asyncio.Future[None]) -> Job:
         """Return the request's answer; an exception that is set in the future ends it.
 
-        Raises:
-            RequestError: It cannot be answered.
+        Raises ``RequestError`` if it cannot be answered.
         """
         job = self._queue.put(request.inputs, monotonic(), lambda: _settle(future))
         if not self._scheduled:  # once what else has come is in the queue, too
@@ -224,9 +213,8 @@ class Versions:
     def switch(self, default: str, *, canary: str | None = None, share: float = 0.0) -> None:
         """Say which version answers requests that name none, and which one a share of them.
 
-        Raises:
-            UnavailableError: One that had no such requests is not ready; nothing has changed.
-            UsageError: The canary takes or returns something else than the default.
+        Raises ``UnavailableError`` if one that had no such requests is not ready (nothing has
+        changed), ``UsageError`` if the canary takes or returns something else than the default.
         """
         chosen = [self[name] for name in (default, canary) if name is not None]
         for version in chosen:
