@@ -81,13 +81,16 @@ class Trace:
             bound |= others
 
     def learns(self, names: Collection[str]) -> bool:
-        """Whether gradients reach one of these parameters: not if all is under ``no_grad``."""
-        return any(
-            _passes_gradients(user)
-            for node in self.graph.nodes
-            if self.names.get(node.name) in names
-            for user in node.users
-        )
+        """Whether gradients reach one of these parameters: not by ``detach`` or ``no_grad``."""
+        reached = set[fx.Node]()
+        for node in self.graph.nodes:
+            if self.names.get(node.name) in names:
+                reached.add(node)
+            elif not reached.isdisjoint(node.all_input_nodes) and _passes_gradients(node):
+                if node.op == "output" or changed(node):  # others may read what it changes
+                    return True
+                reached.add(node)
+        return False
 
     @cached_property
     def changes(self) -> dict[object, list[fx.Node]]:
@@ -288,6 +291,11 @@ def _changes_something(node: fx.Node) -> bool:
 
 
 def _passes_gradients(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if node.target is torch.ops.aten.detach.default or (
+        isinstance(value, Tensor) and not value.dtype.is_floating_point | value.dtype.is_complex
+    ):
+        return False
     modes = [mode for mode in node.meta.get("modes", ()) if mode.func is torch.set_grad_enabled]
     return not modes or bool(modes[-1].args[0])
 

@@ -8,32 +8,26 @@ bring along and the constructors do not make must not differ. Frozen parameters 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
 import inspect
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from enum import Enum
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dni_runtime.core.layers import LAYERS, build_layers
 from dni_runtime.errors import SpecError
-from dni_runtime.resolve.interactive import MAIN, home, written_out
+from dni_runtime.resolve.facts import attributes_of, facts_of, tensors_of
+from dni_runtime.resolve.interactive import MAIN, written_out
 from dni_runtime.spec import LayerSpec
 from dni_runtime.spec.modules import patterns
 
 _ELSEWHERE = {"device", "dtype"}
 """Arguments that do not belong to what a layer computes."""
-
-_INTERNAL = frozenset({*vars(nn.Module()), "_flat_weights"})  # of recurrent layers: parameters
 
 _HOW = "workers build it from its class and arguments, and load its state dict"
 
@@ -57,7 +51,7 @@ def describe_modules(
     entries, owners = dict[str, ModuleDescription](), dict[int, str]()
     modes = dict[bool, str]()
     for name, module in modules.items():
-        for key, tensor in _tensors(module):
+        for key, tensor in tensors_of(module):
             if is_lazy(tensor) or tensor.is_meta:
                 raise SpecError(
                     f"{key!r} of module {name!r} has no values yet",
@@ -128,18 +122,21 @@ def _layer_entry(layer: nn.Module, folder: Path) -> Any:
 
 def _check_same(built: nn.Module, original: nn.Module) -> None:
     """Refuse a module that workers would build differently."""
-    ours, theirs = dict(_facts(built)), dict(_facts(original))
+    ours, theirs = dict(facts_of(built)), dict(facts_of(original))
     for place, what in theirs | ours:
         value, other = theirs.get((place, what), _ABSENT), ours.get((place, what), _ABSENT)
         if value == other:
             continue
-        if what.startswith("."):  # forward may add attributes, and may have removed some
-            cls = type(original.get_submodule(place))
-            if value is _ABSENT or (other is _ABSENT and not hasattr(cls, what[1:])):
-                continue
+        if what.startswith(".") and _ABSENT in (value, other):
+            cls, name = type(original.get_submodule(place)), what[1:]
+            reads, stores = attributes_of(cls)
+            if value is _ABSENT or name in stores or name not in reads | vars(cls).keys():
+                continue  # its methods add and remove it, or do not look at it
         shown = f"{what} of {place!r}" if place else f"{what} of the module"
+        values = [_shown(value), _shown(other)]
+        differ = "is {}, but {}" if values[0] != values[1] else "is another value"
         raise SpecError(
-            f"{shown.lstrip('.')} is {_shown(value)}, but {_shown(other)} in what workers build",
+            f"{shown.lstrip('.')} {differ.format(*values)} in what workers build",
             hint=f"{_HOW}: make it so in the __init__ of a class of your own, or by an argument "
             "that is kept in an attribute of its name. If forward has changed it, describe a new "
             "module with this one's state dict",
@@ -158,84 +155,6 @@ def _check_trained(built: nn.Module, original: nn.Module) -> None:
 
 
 _ABSENT = "not there"
-_SIMPLE = bool | int | float | str
-
-
-def _facts(root: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yield all of a module that a state dict does not bring along, in values that compare."""
-    names = dict[int, str]()
-    for name, tensor in _tensors(root):
-        if tensor.numel():
-            names.setdefault(tensor.data_ptr(), name)
-    kept = root.state_dict()
-    for path, module in root.named_modules(remove_duplicate=False):
-        cls = type(module)
-        yield (path, "the class"), f"{home(cls)}.{cls.__qualname__}"
-        for name, value in vars(module).items():
-            if name.endswith("_hooks") and isinstance(value, dict):
-                yield (path, name.strip("_")), [_plainly(hook, names) for hook in value.values()]
-            hidden = name.startswith("_") and not isinstance(value, _SIMPLE)
-            compared = name not in _INTERNAL and not (
-                isinstance(value, Tensor) if _of_torch(cls) else hidden
-            )
-            if compared:
-                yield (path, f".{name}"), _plainly(value, names)
-    for name, tensor in _tensors(root):
-        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        yield (name, "the tensor"), f"a {kind} {dtype}{list(tensor.shape)}"
-        owner = names.get(tensor.data_ptr(), name)
-        yield (name, "the memory"), "its own" if owner == name else f"that of {owner!r}"
-        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            hooks = getattr(tensor, kind, None) or {}
-            yield (name, kind.strip("_")), [_plainly(hook, names) for hook in hooks.values()]
-        if name not in kept:
-            yield (name, "the value"), _plainly(tensor, {})
-    for name, value in kept.items():
-        if not isinstance(value, Tensor):
-            yield (name, "extra state"), object()  # equals nothing: no file of weights holds it
-
-
-def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    both = [module.named_parameters, module.named_buffers]
-    return [pair for named in both for pair in named(remove_duplicate=False)]
-
-
-def _of_torch(cls: type) -> bool:
-    return cls.__module__.startswith("torch.")
-
-
-def _plainly(value: Any, names: Mapping[int, str]) -> Any:
-    """Return a value as one that equals that of another module if it means the same."""
-    match value:
-        case Tensor():
-            if name := names.get(value.data_ptr()):
-                return f"the tensor {name!r}"
-            flat = value.detach().cpu().contiguous().flatten()
-            return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
-        case numpy.ndarray() | numpy.generic():
-            return str(value.dtype), value.shape, value.tobytes()
-        case list() | tuple():
-            return tuple(_plainly(element, names) for element in value)
-        case dict():
-            return {key: _plainly(element, names) for key, element in value.items()}
-        case float() if math.isnan(value):
-            return "nan"
-        case None | bool() | int() | float() | complex() | str() | bytes() | set() | frozenset():
-            return value
-        case torch.dtype() | Enum():
-            return value
-        case type() | FunctionType() | BuiltinFunctionType() | MethodType():
-            return f"{home(value)}.{value.__qualname__}"
-        case functools.partial():
-            return _plainly((value.func, value.args, value.keywords), names)
-        case nn.Module():
-            return type(value).__qualname__, _plainly(value.state_dict(), names)
-        case SimpleNamespace():
-            return _plainly(vars(value), names)
-    if dataclasses.is_dataclass(value):
-        return type(value).__qualname__, _plainly(vars(value), names)
-    return f"a {type(value).__qualname__}"
 
 
 def _shown(value: Any) -> str:

@@ -78,6 +78,15 @@ class Tied(nn.Module):
         return {"logits": self.head(self.second(h).tanh() * wide)}
 
 
+class Peeks(Tied):
+    """Uses its tied weights where no gradient is asked for, and for what has none."""
+
+    def forward(self, tokens, mask):
+        h = self.first(self.words.weight.detach()[tokens])
+        signs = (self.head.weight > 0).float()
+        return {"logits": self.second(h.tanh()) @ (signs + self.head.weight.data).t()}
+
+
 class Bends(nn.Module):
     def __init__(self):
         super().__init__()
@@ -288,6 +297,16 @@ def test_tied_weights_travel() -> None:
     found.square().sum().backward()
     expected.square().sum().backward()
     torch.testing.assert_close(first.lent("words.weight").grad, whole.words.weight.grad)
+
+
+def test_tied_weights_that_get_no_gradient_get_none_of_zeros() -> None:
+    """An optimizer with weight decay would change them, which plain torch does not."""
+    given = {"lends": [["words.weight"], []], "borrows": [{}, {"words.weight": 1}], "rows": [4, 4]}
+    first, second = build(network("Peeks", *TIED[1:], **NAMES), ("first",), **given)
+    *_, h, lent = first(torch.randint(0, 7, (4, 5)))
+    assert h.requires_grad
+    assert not lent.requires_grad
+    assert second(h, lent).requires_grad
 
 
 def test_a_small_batch_uses_the_newest_tied_weights() -> None:

@@ -18,6 +18,9 @@ from dni_runtime.resolve.describe import ModuleDescription, describe_modules, im
 from dni_runtime.spec import LayerSpec
 
 MINE = """\
+import threading
+from fractions import Fraction
+
 import torch
 from torch import nn
 
@@ -30,10 +33,19 @@ class Scale(nn.Module):
     def forward(self, x):
         return self.factor * self.inner(x)
 
+class Settings:
+    def __init__(self):
+        self.rate, self.parts, self.owner = 0.5, [Fraction(1, 2)], None
+
+def times(factor):
+    return lambda x: factor * x
+
 class Frozen(nn.BatchNorm1d):
     def __init__(self, num_features):
         super().__init__(num_features)
         self.scale = 2.0
+        self.settings, self.bend, self.lock = Settings(), times(2.0), threading.Lock()
+        self.settings.owner = self
         self.mask = torch.ones(3)
         self.register_buffer("table", torch.zeros(3), persistent=False)
         self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
@@ -44,6 +56,10 @@ class Frozen(nn.BatchNorm1d):
 
     def train(self, mode=True):
         return super().train(False)
+
+    def forward(self, x):
+        self.seen = self.bend(x)
+        return self.seen * getattr(self, "factor", 1.0) if hasattr(self, "note") else self.seen
 
 class Forgetful(nn.Linear):
     def __init__(self, width):
@@ -192,6 +208,12 @@ def test_what_a_file_cannot_say_is_refused(layer: nn.Module, message: str, tmp_p
         (lambda it: setattr(it, "_calls", 3), "_calls of '0' is 3, but 0"),
         (lambda it: setattr(it, "_cache", {1: torch.ones(3)}), None),
         (lambda it: setattr(it, "seen", 3), None),
+        (lambda it: setattr(it, "remark", 3), None),
+        (lambda it: setattr(it, "factor", 3), "factor of '0' is 3, but not there in what"),
+        (lambda it: setattr(it, "note", None), "note of '0' is None, but not there in what"),
+        (lambda it: setattr(it.settings, "rate", 0.4), "settings of '0' is another value in"),
+        (lambda it: it.settings.parts.append(1), "settings of '0' is another value in"),
+        (lambda it: setattr(it, "bend", it.bend.__globals__["times"](3.0)), "bend of '0' is .*3.0"),
         (lambda it: setattr(it, "scale", 3.0), "scale of '0' is 3.0, but 2.0"),
         (lambda it: setattr(it, "mask", torch.zeros(3)), "mask of '0' is another value"),
         (lambda it: it.table.add_(1), "the value of '0.table'"),
