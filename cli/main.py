@@ -19,7 +19,14 @@ from typing import NoReturn
 import click
 
 from dni_runtime import __version__
-from dni_runtime.errors import CheckpointError, DniError, UnavailableError, UsageError, exited
+from dni_runtime.errors import (
+    CheckpointError,
+    DniError,
+    UnavailableError,
+    UsageError,
+    exited,
+    hidden_package,
+)
 from dni_runtime.files import is_full
 from dni_runtime.garbage import collect_seldom, run_program
 from dnictl.options import printable
@@ -171,6 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
                 ),
                 color,
             )
+        elif hidden := hidden_package():
+            code = _report(hidden, color)
         elif isinstance(error, OSError) and error.errno in _DISK:
             code = _report_disk(error)
         else:

@@ -173,7 +173,10 @@ def service(folder: Path) -> None:
     from dni_runtime.serving.documents import Settings
 
     settings = Settings.load(folder / "settings.json")
-    assert settings is not None
+    if settings is None:
+        raise UsageError(
+            f"{str(folder)!r} is not a service's folder", hint="'dnictl serve -d' makes one"
+        )
     Service(folder, settings, tell).serve()
 
 

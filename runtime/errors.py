@@ -28,6 +28,7 @@ not restarted, because it would fail in the same way again. ``__str__`` composes
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Sequence
 from typing import ClassVar
@@ -262,3 +263,23 @@ def exited(error: SystemExit) -> SpecError | None:
                 hint="raise an error there, which would be told with its place",
             )
     return None
+
+
+NEEDED = "click", "numpy", "pydantic", "rich", "safetensors", "torch", "yaml", "zmq"
+
+
+def hidden_package() -> UsageError | None:
+    """Return the error that one of the packages needed is a single file of somebody else's."""
+    for name in NEEDED:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and not file.endswith("__init__.py"):
+            return hides(file, name)
+    return None
+
+
+def hides(file: str, name: str) -> UsageError:
+    """Return the error that a file is imported instead of a package."""
+    return UsageError(
+        f"{file!r} hides the package {name!r}, which this program needs",
+        hint="give it another name",
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dni_runtime.errors import DataError, SpecError, UsageError
+from dni_runtime.errors import NEEDED, DataError, SpecError, UsageError, hides
 from dni_runtime.run.record import Record
 from dni_runtime.spec import (
     ChainSpec,
@@ -251,19 +251,13 @@ def _beside(folder: Path, chain: ChainSpec) -> ChainSpec:
     return chain.model_copy(update={"mounts": mounts, "image": image, "data": data})
 
 
-_NEEDED = "click", "numpy", "pydantic", "rich", "safetensors", "torch", "yaml", "zmq"
-
-
 @contextmanager
 def importing_from(folder: Path) -> Iterator[None]:
     """Make a folder the base of the user's import paths."""
-    for name in _NEEDED if str(folder.absolute()) not in sys.path else ():
+    for name in NEEDED if str(folder.absolute()) not in sys.path else ():
         for file in (folder / f"{name}.py", folder / name / "__init__.py"):
             if file.exists():
-                raise UsageError(
-                    f"{str(file)!r} hides the package {name!r}, which this program needs",
-                    hint="give it another name",
-                )
+                raise hides(str(file), name)
     sys.path.insert(0, str(folder))
     try:
         yield

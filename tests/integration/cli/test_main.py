@@ -117,3 +117,24 @@ def test_a_torch_that_does_not_load_is_no_bug(broken: str, told: str, tmp_path: 
     assert done.stderr.startswith("dnictl: error: torch cannot be loaded here: ")
     assert told in done.stderr
     assert "'dnictl doctor'" in done.stderr
+
+
+def test_a_file_that_hides_a_package_is_no_bug(tmp_path: Path) -> None:
+    (tmp_path / "yaml.py").write_text("")
+    (tmp_path / "chain.yaml").write_text("name: small")
+    done = subprocess.run(
+        [sys.executable, "-m", "dnictl", "validate", tmp_path / "chain.yaml"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 64
+    assert done.stderr.startswith(f"dnictl: error: '{tmp_path}/yaml.py' hides the package 'yaml'")
+
+
+def test_a_service_has_a_folder(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dnictl", "service", tmp_path],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 64
+    assert "is not a service's folder" in done.stderr
