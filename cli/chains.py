@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import PATH, chain_argument, data_option, json_option, print_json, tell
+from dnictl.options import (
+    PATH,
+    answered,
+    chain_argument,
+    data_option,
+    json_option,
+    print_json,
+    tell,
+)
 from dnictl.show import Column, documents, print_table, quantity, thousands
 
 if TYPE_CHECKING:
@@ -71,7 +79,7 @@ def init(template: str, path: Path) -> None:
 @chain_argument
 @data_option
 @json_option
-def validate(chain: Path, data: Path | None, as_json: bool) -> None:
+def validate(chain: Path, data: Path | None) -> None:
     """Check a chain file, and try it on a few samples of its data.
 
     Names, keywords, shapes and data are checked, as 'up' does.
@@ -119,13 +127,12 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
         Column("device"),
         Column("hash", title=""),
     ]
-    if as_json:
-        print_json({
-            "chain": prepared.chain.name, "file": str(chain), "valid": True,
-            "parameters": sum(counts.values()), "batches_per_epoch": prepared.batches_per_epoch,
-            "total_steps": prepared.total_steps, "warnings": warnings, "checked": looked.checked,
-            "unchecked": looked.unchecked, "modules": documents(columns, workers),
-        })  # fmt: skip
+    if answered({
+        "chain": prepared.chain.name, "file": str(chain), "valid": True,
+        "parameters": sum(counts.values()), "batches_per_epoch": prepared.batches_per_epoch,
+        "total_steps": prepared.total_steps, "warnings": warnings, "checked": looked.checked,
+        "unchecked": looked.unchecked, "modules": documents(columns, workers),
+    }):  # fmt: skip
         return
     print_table(columns, workers)
     click.echo(
@@ -200,7 +207,7 @@ def _mermaid(workers: Sequence[WorkerSpec], counts: dict[str, int]) -> Iterator[
 @chain_argument
 @data_option
 @json_option
-def config(chain: Path, data: Path | None, as_json: bool) -> None:
+def config(chain: Path, data: Path | None) -> None:
     """Print a chain file with all defaults filled in.
 
     \b
@@ -210,8 +217,7 @@ def config(chain: Path, data: Path | None, as_json: bool) -> None:
     from dni_runtime.plan.prepare import prepare
 
     document = prepare(chain, data=data, tries=False).chain.model_dump(mode="json")
-    if as_json:
-        print_json(document)
+    if answered(document):
         return
     import yaml
 

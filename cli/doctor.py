@@ -15,8 +15,18 @@ import click
 
 from dni_runtime import __version__
 from dni_runtime.errors import UnavailableError, UsageError
-from dnictl.options import PATH, data_option, json_option, print_json, profile_option, tell
-from dnictl.show import Column, answer, number, print_table, quantity
+from dnictl.options import (
+    PATH,
+    answer,
+    answered,
+    data_option,
+    flags_given,
+    json_option,
+    json_wanted,
+    profile_option,
+    tell,
+)
+from dnictl.show import Column, number, print_table, quantity
 
 if TYPE_CHECKING:
     from dni_runtime.api.doctor import Check
@@ -54,7 +64,6 @@ def doctor(
     interface: str | None,
     profile: str | None,
     data: Path | None,
-    as_json: bool,
 ) -> None:
     """Check this machine, or others, for what a chain may need.
 
@@ -70,9 +79,9 @@ def doctor(
     if network + nodes + (hosts is not None) > 1:
         raise UsageError("--network, --nodes and --hosts exclude each other", hint="give one")
     if network:
-        _measure_network(chain, interface, profile, data, as_json)
+        _measure_network(chain, interface, profile, data)
         return
-    if any(option is not None for option in (chain, interface, data)):
+    if flags_given("chain", "interface", "data"):
         raise UsageError(
             "a chain, --interface and --data are for 'dnictl doctor --network'",
             hint="'dnictl validate CHAIN' checks a chain",
@@ -81,7 +90,7 @@ def doctor(
     findings: list[tuple[Check, Sequence[str]]] = []
     for check, where in _findings(others, hosts is None, profile):
         findings.append((check, where))
-        if not as_json:
+        if not json_wanted():
             _show(check, needed=check.need in _NEEDED[backend], where=where)
     lacking = {
         name: dict.fromkeys(
@@ -90,27 +99,24 @@ def doctor(
         for name, needs in _NEEDED.items()
     }
     ready = [name for name, names in lacking.items() if not names]
-    if as_json:
-        by_host = {
-            host: [asdict(check) for check, where in findings if host in (where or others)]
-            for host in others
-        }
-        found = (
-            {"nodes": by_host} if others else {"checks": [asdict(check) for check, _ in findings]}
-        )
-        print_json({"backend": backend, "ready": backend in ready, "backends": ready, **found})
-    elif backend not in ready:
-        problems = ", ".join(lacking[backend])
-        click.echo(f"\nthe {backend} backend cannot be used here: see {problems}")
+    by_host = {
+        host: [asdict(check) for check, where in findings if host in (where or others)]
+        for host in others
+    }
+    found = {"nodes": by_host} if others else {"checks": [asdict(check) for check, _ in findings]}
+    document = {"backend": backend, "ready": backend in ready, "backends": ready, **found}
+    if backend in ready:
+        answer(document, f"\nready for: {', '.join(ready)}")
     else:
-        click.echo(f"\nready for: {', '.join(ready)}")
+        problems = ", ".join(lacking[backend])
+        answer(document, f"\nthe {backend} backend cannot be used here: see {problems}")
     if backend not in ready:
         sys.exit(UnavailableError.exit_code)
 
 
 @click.command()
 @json_option
-def version(as_json: bool) -> None:
+def version() -> None:
     """Print the versions of dnictl, Python, torch and others.
 
     \b
@@ -124,7 +130,7 @@ def version(as_json: bool) -> None:
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
     lines = "\n".join(f"{name} {value}" for name, value in versions.items())
-    answer(versions, lines, as_json=as_json)
+    answer(versions, lines)
 
 
 @click.command()
@@ -195,7 +201,7 @@ def _show(check: Check, *, needed: bool, where: Sequence[str]) -> None:
 
 
 def _measure_network(
-    chain: Path | None, interface: str | None, name: str | None, data: Path | None, as_json: bool
+    chain: Path | None, interface: str | None, name: str | None, data: Path | None
 ) -> None:
     """Measure links and print the figures."""
     from dni_runtime.measure.network import SIZES_BYTES, measure_lines, step_on
@@ -225,10 +231,8 @@ def _measure_network(
     ):
         links.append(link)
         tell(f"{len(links)}/{len(lines)} {link.source} → {link.sink}")
-    if as_json:
-        job = None if allocation is None else allocation.job
-        print_json({"job": job, "links": [asdict(link) for link in links]})
-    else:
+    job = None if allocation is None else allocation.job
+    if not answered({"job": job, "links": [asdict(link) for link in links]}):
         columns: list[Column[LineResult]] = [
             Column("source", title="from"),
             Column("sink", title="to"),

@@ -11,16 +11,16 @@ import click
 
 from dnictl.options import (
     OutputFile,
-    chosen_run,
+    answered,
+    cut_option,
     json_option,
-    print_json,
-    run_argument,
-    runs_option,
+    run_options,
     trust_option,
 )
 from dnictl.show import Column, percent, print_table, quantity, thousands
 
 if TYPE_CHECKING:
+    from dni_runtime.api.run import Run
     from dni_runtime.run.documents.exits import Exit, Exits
 
 _TYPES = ("float32", "bfloat16", "int8")  # on the wire; the others have the same sizes
@@ -32,8 +32,7 @@ _SUMMARY = {
 
 
 @click.command()
-@run_argument
-@runs_option
+@run_options
 @click.option(
     "--exit-accuracy", "points", type=click.FloatRange(0, 100, min_open=True), default=0.5,
     show_default=True, metavar="POINTS", help="Points of accuracy that the whole may lose.",
@@ -43,19 +42,16 @@ _SUMMARY = {
 @click.option("--retrain", is_flag=True, help="Fit new early heads to the finished modules.")
 @click.option("--figure", type=OutputFile(), metavar="FILE.png",
               help="Draw how sure and how right the exits are.")  # fmt: skip
-@click.option("--from", "wanted", metavar="CUT",
-              help="Which checkpoint: its number, newest or best.")  # fmt: skip
+@cut_option
 @trust_option
 @json_option
 def exits(
-    run: str | None,
-    runs: Path,
+    run: Run,
     points: float,
     confidence: float | None,
     retrain: bool,
     figure: Path | None,
-    wanted: str | None,
-    as_json: bool,
+    cut: str | None,
 ) -> None:
     """Measure a trained chain's early exits, and choose who leaves.
 
@@ -68,21 +64,17 @@ def exits(
     Example:
       dnictl exits --exit-accuracy 0.5 --figure exits.png
     """
-    its = chosen_run(run, runs)
-    cut = its.choose_cut(wanted)
-    document = its.exits(cut, points=points, confidence=confidence, retrain=retrain)
+    document = run.exits(run.choose_cut(cut), points=points, confidence=confidence, retrain=retrain)
     if figure is not None:
         from dni_runtime.measure.curves import save_figure
         from dni_runtime.measure.exits import draw_exits
 
-        save_figure(draw_exits(its.name, document), figure)
+        save_figure(draw_exits(run.name, document), figure)
     for problem in _warnings(document):
         click.secho(f"warning: {problem}", err=True, fg="yellow")
-    if as_json:
-        print_json({"run": its.name, **document.model_dump(mode="json")})
-    else:
+    if not answered({"run": run.name, **document.model_dump(mode="json")}):
         _print(document)
-        click.echo(f"wrote {its.directory.exits}")
+        click.echo(f"wrote {run.directory.exits}")
 
 
 def _warnings(document: Exits) -> Iterator[str]:

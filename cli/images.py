@@ -16,11 +16,12 @@ from dnictl.options import (
     FILE,
     PATH,
     THERE,
+    answered,
     chain_argument,
     data_option,
     json_option,
+    json_wanted,
     out_option,
-    print_json,
     tell,
 )
 
@@ -65,7 +66,6 @@ def build(
     notest: bool,
     dry_run: bool,
     verbose: bool,
-    as_json: bool,
 ) -> None:
     """Build the images that are out of date, one for each module.
 
@@ -101,7 +101,7 @@ def build(
     )
     with naming_file(chain):
         if dry_run:
-            _show_plan(plan_build(modules, image, options), out, as_json)
+            _show_plan(plan_build(modules, image, options), out)
             return
         tool = find_apptainer()
         with _reporting(verbose) as report:
@@ -114,7 +114,7 @@ def build(
                 images = {name: out / one.image for name, one in result.lock.modules.items()}
                 made = write_oci(tool, images, Layout(oci), image.environment, host_machine())
                 tell("\n".join(f"oci:{oci}:{name}  {one.digest}" for name, one in made.items()))
-    _show_result(result, out, as_json)
+    _show_result(result, out)
 
 
 @click.command()
@@ -123,9 +123,7 @@ def build(
 @click.option("--key", type=THERE, help="Public key in PEM form (default: your PGP keyring).")
 @click.option("--signed", is_flag=True, help="Refuse images that are not signed.")
 @json_option
-def verify(
-    images: tuple[Path, ...], out: Path, key: Path | None, signed: bool, as_json: bool
-) -> None:
+def verify(images: tuple[Path, ...], out: Path, key: Path | None, signed: bool) -> None:
     """Compare images with dni.lock, and check their signatures.
 
     Without IMAGE all images in --out are checked.
@@ -150,10 +148,9 @@ def verify(
             text = f"ok  sha256 {image.sha256[:16]}…, "
             text += "signature good" if image.signed else "not signed"
         verdicts.append({"image": str(path), **verdict})
-        if not as_json:
+        if not json_wanted():
             click.echo(f"{path}: {text}")
-    if as_json:
-        print_json(verdicts)
+    answered(verdicts)
     if len(errors) == 1 or (errors and not all(isinstance(e, ImageError) for e in errors)):
         raise errors[0]
     if errors:
@@ -164,7 +161,7 @@ def verify(
 @click.command()
 @click.argument("image", type=PATH)
 @json_option
-def inspect(image: Path, as_json: bool) -> None:
+def inspect(image: Path) -> None:
     """Show an image's labels, and the spec of its module.
 
     \b
@@ -175,8 +172,7 @@ def inspect(image: Path, as_json: bool) -> None:
     from dni_runtime.image.check import inspect_image
 
     seen = inspect_image(find_apptainer(), image)
-    if as_json:
-        print_json({"image": str(seen.image), "labels": seen.labels, "module": seen.module})
+    if answered({"image": str(seen.image), "labels": seen.labels, "module": seen.module}):
         return
     import yaml
 
@@ -205,17 +201,16 @@ def _module_builds(prepared: CheckedChain) -> list[ModuleBuild]:
     ]
 
 
-def _show_plan(plan: BuildPlan, out: Path, as_json: bool) -> None:
+def _show_plan(plan: BuildPlan, out: Path) -> None:
     base = plan.base
     state = "is ready" if base.ready else "would be built"
     name = base.image.name if base.image else "its wheels would be downloaded first"
-    if as_json:
-        modules = [
-            {"module": p.module.name, "build": p.reason is not None, "reason": p.reason}
-            for p in plan.modules
-        ]
-        image = str(base.image) if base.image else None
-        print_json({"base": {"image": image, "ready": base.ready}, "modules": modules})
+    modules = [
+        {"module": p.module.name, "build": p.reason is not None, "reason": p.reason}
+        for p in plan.modules
+    ]
+    image = str(base.image) if base.image else None
+    if answered({"base": {"image": image, "ready": base.ready}, "modules": modules}):
         return
     click.echo(f"base image: {state} ({name})")
     for entry in plan.modules:
@@ -223,9 +218,8 @@ def _show_plan(plan: BuildPlan, out: Path, as_json: bool) -> None:
         click.echo(f"{out / entry.module.name}.sif: {what}")
 
 
-def _show_result(result: BuildResult, out: Path, as_json: bool) -> None:
-    if as_json:
-        print_json({"lock": str(result.path), "built": list(result.built)})
+def _show_result(result: BuildResult, out: Path) -> None:
+    if answered({"lock": str(result.path), "built": list(result.built)}):
         return
     for entry in result.lock.modules.values():
         click.echo(str(out / entry.image))

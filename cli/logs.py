@@ -20,8 +20,10 @@ from dnictl.options import (
     chosen_run,
     complete_runs,
     json_text,
+    json_wanted,
+    noted_option,
     printable,
-    run_argument,
+    run_options,
     runs_option,
     tell,
 )
@@ -34,6 +36,8 @@ SUPERVISOR = "supervisor"
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 # logging's own form: date, time and milliseconds, which sort as text.
 _STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
+
+lines_option = noted_option("--json", is_flag=True, help="Print one JSON object per line.")
 
 
 @dataclass(frozen=True)
@@ -73,14 +77,9 @@ class Follower:
 @click.option(
     "--attempt", type=click.IntRange(min=1), help="Only this attempt (default: the latest)."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+@lines_option
 def logs(
-    names: tuple[str, ...],
-    runs: Path,
-    follow: bool,
-    tail: int | None,
-    attempt: int | None,
-    as_json: bool,
+    names: tuple[str, ...], runs: Path, follow: bool, tail: int | None, attempt: int | None
 ) -> None:
     """Print the logs of a run's workers, merged by time.
 
@@ -96,7 +95,7 @@ def logs(
     from dni_runtime.run.documents.state import RunState
 
     run, modules = _whose(names, runs)
-    write = _json_line if as_json else _printer(modules)
+    write = _json_line if json_wanted() else _printer(modules)
     followers: dict[Path, Follower] = {}
 
     def look(*, all_of_it: bool) -> Iterator[LogLine]:
@@ -165,12 +164,11 @@ def _json_line(line: LogLine) -> None:
 
 
 @click.command()
-@run_argument
-@runs_option
+@run_options
 @click.option("-f", "--follow", is_flag=True, help="Follow until the run has ended.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N events.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
-def events(run: str | None, runs: Path, follow: bool, tail: int | None, as_json: bool) -> None:
+@lines_option
+def events(run: Run, follow: bool, tail: int | None) -> None:
     """Print what has happened in a run.
 
     Starts, ends and restarts of workers, and why.
@@ -181,16 +179,15 @@ def events(run: str | None, runs: Path, follow: bool, tail: int | None, as_json:
     """
     from dni_runtime.run.documents.events import Event
 
-    its = chosen_run(run, runs)
-    path = its.directory.events
+    path = run.directory.events
     reader = LineReader(path, Event.parse, offset=0 if tail is None else offset_of_last(path, tail))
     limit = tail
-    for _ in its.states():  # the state first, to miss nothing that is written before the end
+    for _ in run.states():  # the state first, to miss nothing that is written before the end
         new = reader.new()
         if limit is not None:
             new, limit = iter(deque(new, maxlen=limit)), None
         for event in new:
-            click.echo(json_text(event.to_dict()) if as_json else _event_line(event))
+            click.echo(json_text(event.to_dict()) if json_wanted() else _event_line(event))
         if not follow:
             return
 

@@ -16,11 +16,12 @@ from dni_runtime.errors import UnavailableError, UsageError
 from dnictl.options import (
     FOLDER,
     PATH,
+    answered,
     chain_argument,
     data_option,
     json_option,
+    json_wanted,
     planned_run,
-    print_json,
     tell,
 )
 from dnictl.show import Column, decimals, percent, print_table, quantity, thousands
@@ -57,7 +58,6 @@ def module(
     repetitions: int,
     seconds: float,
     data: Path | None,
-    as_json: bool,
 ) -> None:
     """Measure the parts of each module's step, in one process without transport.
 
@@ -75,13 +75,12 @@ def module(
     prepared = prepare(chain, data=data)
     costs = measure_modules(
         prepared, modules, repetitions=repetitions, seconds=seconds,
-        observe=None if as_json else tell,
+        observe=None if json_wanted() else tell,
     )  # fmt: skip
-    if as_json:
-        measured = [asdict(cost) for cost in costs]
-        print_json({"chain": prepared.chain.name, "repetitions": repetitions, "modules": measured})
-        return
-    _print_modules(costs)
+    measured = [asdict(cost) for cost in costs]
+    document = {"chain": prepared.chain.name, "repetitions": repetitions, "modules": measured}
+    if not answered(document):
+        _print_modules(costs)
 
 
 @click.command()
@@ -131,7 +130,6 @@ def compare(
     threads: int | None,
     out: Path | None,
     data: Path | None,
-    as_json: bool,
 ) -> None:
     """Compare interfaces or strategies with plain backpropagation.
 
@@ -180,7 +178,7 @@ def compare(
     folder = out or Path(f"compare-{prepared.chain.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     trials: list[Trial] = []
     for method, seed, changed in (*references, *variants):
-        trials.append(_train(changed, method, seed, metric, folder, threads, quiet=as_json))
+        trials.append(_train(changed, method, seed, metric, folder, threads, quiet=json_wanted()))
         level = ways.default_target(trials, metric) if target is None else target
         rows = ways.summarize(trials, metric, level)
         document = {
@@ -189,7 +187,7 @@ def compare(
             "rows": [asdict(row) for row in rows], "trials": [asdict(trial) for trial in trials],
         }  # fmt: skip
         write_json(folder / "result.json", document)
-        if not as_json:
+        if not json_wanted():
             last = trials[-1]
             tested = "" if last.test is None else f", test {metric.name} {last.test:.4f}"
             tell(
@@ -205,11 +203,9 @@ def compare(
     else:
         curves.savefig(picture, dpi=120)
         tell(str(picture))
-    if as_json:
-        print_json(document)
-        return
-    _print(rows, metric.name, level)
-    tell(str(folder / "result.json"))
+    if not answered(document):
+        _print(rows, metric.name, level)
+        tell(str(folder / "result.json"))
 
 
 def _names(text: str | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from dni_runtime.errors import DataError, UsageError
 from dni_runtime.run.releases import parse_name
@@ -79,7 +81,11 @@ runs_option = click.option(
     "--runs", type=FOLDER, envvar="DNICTL_RUNS", default=Path("runs"), show_default=True,
     help="Folder of the runs (also: DNICTL_RUNS).",
 )  # fmt: skip
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+cut_option = click.option(
+    "--from", "cut", metavar="CUT",
+    help="Which checkpoint: its number, newest or best (default: the best if the chain selects "
+    "one, else the newest).",
+)  # fmt: skip
 data_option = click.option(
     "--data", type=PATH, help="Folder or file of the data, instead of the chain's data.path."
 )
@@ -139,24 +145,28 @@ level_option = click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info",
     show_default=True, help="How much the workers log.",
 )  # fmt: skip
-_TRUST = "dnictl.trust"
-_JOB = "dnictl.job"
 
 
-def _note_trust(context: click.Context, parameter: click.Parameter, trust: bool) -> None:
-    if trust:
-        context.meta[_TRUST] = True
+def _note(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+    context.meta[f"dnictl.{parameter.name}"] = value
 
 
-def _note_setting(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    context.meta.setdefault(_JOB, {})[parameter.name] = value
+def _noted(name: str) -> Any:
+    """Return the value of an option that commands do not get; None if this one has no such."""
+    context = click.get_current_context(silent=True)
+    return None if context is None else context.meta.get(f"dnictl.{name}")
 
 
-def _setting_option(name: str, help: str) -> Callable[[_Command], _Command]:
-    return click.option(
-        name, metavar="NAME" if name != "--time" else "LIMIT", expose_value=False,
-        callback=_note_setting, help=f"{help}, instead of the profile's.",
-    )  # fmt: skip
+def noted_option(name: str, **settings: Any) -> Callable[[_Command], _Command]:
+    """Return an option whose value is noted beside the command, which does not get it."""
+    return click.option(name, expose_value=False, callback=_note, **settings)
+
+
+json_option = noted_option("--json", is_flag=True, help="Print JSON.")
+
+
+def _setting_option(name: str, help: str, metavar: str = "NAME") -> Callable[[_Command], _Command]:
+    return noted_option(name, metavar=metavar, help=f"{help}, instead of the profile's.")
 
 
 partition_option = _setting_option("--partition", "Partition")
@@ -168,7 +178,7 @@ def job_options(command: _Command) -> _Command:
         _setting_option("--qos", "Quality of service"),
         partition_option,
         _setting_option("--account", "Account that is charged"),
-        _setting_option("--time", "Time limit, as 4:00:00"),
+        _setting_option("--time", "Time limit, as 4:00:00", "LIMIT"),
     ):
         command = option(command)
     return command
@@ -178,13 +188,13 @@ def chosen_profile(name: str | None) -> ProfileSpec:
     """Return the site profile of this name, with the settings of the command line."""
     from dni_runtime.schedulers.slurm.profiles import load_profile, override
 
-    return override(load_profile(name), click.get_current_context().meta.get(_JOB, {}))
+    settings = ("partition", "qos", "account", "time")
+    return override(load_profile(name), {setting: _noted(setting) for setting in settings})
 
 
-trust_option = click.option(
-    "--trust", is_flag=True, expose_value=False, callback=_note_trust,
-    help="Also with a run of somebody else's, whose code then runs as you.",
-)  # fmt: skip
+trust_option = noted_option(
+    "--trust", is_flag=True, help="Also with a run of somebody else's, whose code then runs as you."
+)
 name_option = click.option(
     "--name", metavar="NAME", help="The run's name (default: the chain's, and the time)."
 )
@@ -195,7 +205,24 @@ run_dir_option = click.option(
 
 def trusted() -> bool:
     """Whether --trust was given."""
-    return _TRUST in click.get_current_context().meta
+    return bool(_noted("trust"))
+
+
+def json_wanted() -> bool:
+    """Whether --json was given."""
+    return bool(_noted("json"))
+
+
+def flags_given(*names: str) -> list[str]:
+    """Return the flags of those options of these names that the user has given."""
+    context = click.get_current_context()
+    given = [
+        parameter
+        for parameter in context.command.params
+        if parameter.name in names
+        and context.get_parameter_source(parameter.name) is not ParameterSource.DEFAULT
+    ]
+    return [max(parameter.opts, key=len) for parameter in given]
 
 
 def counts_of(changes: Sequence[str]) -> dict[str, int]:
@@ -213,7 +240,8 @@ def serving_options(note: str = "") -> Callable[[_Command], _Command]:
     def add(command: _Command) -> _Command:
         for option in (
             click.option(
-                "--exit-wait", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+                "--exit-wait", "exit_wait_s", type=click.FloatRange(0, min_open=True),
+                metavar="SECONDS",
                 help=f"{note}After this time an exit answers, if what follows is cut off "
                 "(default: 2).",
             ),
@@ -238,14 +266,11 @@ def serving_options(note: str = "") -> Callable[[_Command], _Command]:
             ),
             click.option(
                 "--replicas", multiple=True, metavar="MODULE=N",
+                callback=lambda context, parameter, value: counts_of(value),
                 help=f"{note}Workers of a module (default: as many as it had in the training); "
                 "may be repeated.",
             ),
-            click.option(
-                "--from", "choice", metavar="CUT",
-                help=f"{note}Which checkpoint: its number, newest or best (default: as "
-                "'dnictl export').",
-            ),
+            cut_option,
         ):  # fmt: skip
             command = option(command)
         return command
@@ -253,25 +278,15 @@ def serving_options(note: str = "") -> Callable[[_Command], _Command]:
     return add
 
 
-SERVING = (
-    "choice", "replicas", "preprocess", "token_file", "exit_accuracy", "exit_confidence",
-    "exit_wait",
-)  # fmt: skip
-"""Names of their values."""
+SERVING = ("replicas", "preprocess", "exit_accuracy", "exit_confidence", "exit_wait_s")
+"""Those of them that are fields of the service's settings."""
 
 
 def serving_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return these options as fields of the service's settings."""
-    exits = {
-        "exit_accuracy": options["exit_accuracy"],
-        "exit_confidence": options["exit_confidence"],
-        "exit_wait_s": options["exit_wait"],
-    }
     if None not in (options["exit_accuracy"], options["exit_confidence"]):
         raise UsageError("--exit-accuracy and --exit-confidence exclude each other")
-    counts, given = counts_of(options["replicas"]), exits.items()
-    fields = {key: value for key, value in given if value is not None}
-    return fields | {"replicas": counts, "preprocess": options["preprocess"]}
+    return {key: options[key] for key in SERVING if options[key] is not None}
 
 
 def chosen_run(name: str | None, runs: Path) -> Run:
@@ -279,6 +294,16 @@ def chosen_run(name: str | None, runs: Path) -> Run:
     from dni_runtime.api.run import Run
 
     return Run.find(name, runs, trust=trusted())
+
+
+def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add [RUN] and --runs; the command gets the run that they name."""
+
+    @functools.wraps(command)
+    def chosen(*args: Any, run: str | None, runs: Path, **options: Any) -> Any:
+        return command(*args, run=chosen_run(run, runs), **options)
+
+    return run_argument(runs_option(chosen))
 
 
 def new_run_options(command: _Command) -> _Command:
@@ -356,6 +381,19 @@ def tell(line: str) -> None:
 def print_json(document: Any) -> None:
     """Print one JSON document to stdout."""
     click.echo(json_text(document, indent=2))
+
+
+def answered(document: Any) -> bool:
+    """Print the result of a command as JSON, if that is wanted; return whether it was."""
+    if json_wanted():
+        print_json(document)
+    return json_wanted()
+
+
+def answer(document: Any, line: str) -> None:
+    """Print the result of a command: as JSON if that is wanted, else as a line for people."""
+    if not answered(document):
+        click.echo(line)
 
 
 def json_text(document: Any, indent: int | None = None) -> str:

@@ -10,10 +10,11 @@ import click
 from dni_runtime.errors import UsageError
 from dnictl.options import (
     OutputFile,
+    answered,
     chosen_run,
     complete_runs,
+    cut_option,
     json_option,
-    print_json,
     runs_option,
     trust_option,
     trusted,
@@ -39,8 +40,7 @@ _MOST_CLASSES = 1000  # of a confusion matrix in JSON
 @click.option("--metrics", metavar="NAMES", help="Instead of the chain's, as in the chain file.")
 @click.option("--confusion", type=OutputFile(), metavar="FILE.png",
               help="Draw the confusion matrix.")  # fmt: skip
-@click.option("--from", "wanted", metavar="CUT",
-              help="Which checkpoint of a run: its number, newest or best.")  # fmt: skip
+@cut_option
 @trust_option
 @json_option
 def predict(
@@ -50,8 +50,7 @@ def predict(
     output: Path | None,
     metrics: str | None,
     confusion: Path | None,
-    wanted: str | None,
-    as_json: bool,
+    cut: str | None,
 ) -> None:
     """Apply a trained network to data, in this process.
 
@@ -70,13 +69,13 @@ def predict(
     others = mapping(data, "--data") if data is not None and "{" in data else data
     document: dict[str, Any] = {}
     if target is not None and Path(target).is_file():
-        if wanted is not None:
+        if cut is not None:
             raise UsageError("--from is for runs", hint=f"{target!r} is a file")
         document["model"] = target
         found = predict_model(Path(target), others, trust=trusted())
     else:
         its = chosen_run(target, runs)
-        document["run"], document["checkpoint"] = its.name, its.choose_cut(wanted)
+        document["run"], document["checkpoint"] = its.name, its.choose_cut(cut)
         found = its.predict(others, document["checkpoint"])
     document |= {"samples": len(found.outputs), "shape": list(found.outputs.shape[1:])}
     result = None if found.labels is None else found.evaluate(_names(metrics))
@@ -87,8 +86,7 @@ def predict(
         from dni_runtime.measure.curves import save_figure
 
         save_figure(found.plot(), confusion)
-    if as_json:
-        print_json(document | {"confusion": _confusion(found)})
+    if answered(document | {"confusion": _confusion(found)}):
         return
     click.echo(f"{len(found.outputs)} samples" + (f", wrote {output}" if output else ""))
     if result is not None:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dni_runtime.errors import UsageError
 from dnictl.options import (
     THERE,
-    chosen_run,
-    complete_runs,
+    answered,
+    cut_option,
     images_option,
     json_option,
-    print_json,
     printable,
-    runs_option,
+    run_options,
     tell,
     trust_option,
 )
 from dnictl.show import Column, megabytes, print_table
 
 if TYPE_CHECKING:
+    from dni_runtime.api.run import Run
     from dni_runtime.image.oci import Descriptor
     from dni_runtime.release.compare import Difference
     from dni_runtime.release.report import Report
@@ -34,30 +34,26 @@ _http_option = click.option(
 
 
 @click.command()
-@click.argument("run", required=False, shell_complete=complete_runs)
+@run_options
 @click.option("--name", help="Name of the release; by default the chain's.")
 @click.option("--version", required=True, help="Its version, as in 1.2.0.")
-@click.option("--from", "wanted", metavar="CUT",
-              help="Which checkpoint: its number, newest or best.")  # fmt: skip
+@cut_option
 @click.option("--licence", "--license", metavar="SPDX", help="Licence of the weights.")
 @click.option("--key", type=THERE,
               help="Private key in PEM form to sign with; by default your PGP key.")  # fmt: skip
 @click.option("--unsigned", is_flag=True, help="Do not sign it.")
 @images_option
-@runs_option
 @trust_option
 @json_option
 def release(
-    run: str | None,
+    run: Run,
     name: str | None,
     version: str,
-    wanted: str | None,
+    cut: str | None,
     licence: str | None,
     key: Path | None,
     unsigned: bool,
     images: Path,
-    runs: Path,
-    as_json: bool,
 ) -> None:
     """Make a named version of a trained chain.
 
@@ -75,17 +71,17 @@ def release(
     from dni_runtime.release.signature import sign_release
     from dni_runtime.release.store import Store
 
-    its, store, tool = chosen_run(run, runs), Store(), usable_apptainer()
-    its.check_trusted()
-    cut = its.choose_cut(wanted)
-    text = f"{name or its.record.chain}:{version}"
+    store, tool = Store(), usable_apptainer()
+    run.check_trusted()
+    chosen = run.choose_cut(cut)
+    text = f"{name or run.record.chain}:{version}"
     index = release_run(
-        store, its.record, cut, text, tool=tool, images=images.absolute(), licence=licence
+        store, run.record, chosen, text, tool=tool, images=images.absolute(), licence=licence
     )
     if not unsigned:
         sign_release(tool, store.layout, index, key)
     store.add(index)
-    _show(text, store.report(index), index, as_json)
+    _show(text, store.report(index), index)
 
 
 @click.command()
@@ -95,7 +91,7 @@ def release(
 @click.option("--oci", is_flag=True, help="Send its images instead, as plain OCI images.")
 @_http_option
 @json_option
-def push(name: str, address: str, sif: bool, oci: bool, plain_http: bool, as_json: bool) -> None:
+def push(name: str, address: str, sif: bool, oci: bool, plain_http: bool) -> None:
     """Send a release to a registry. What is there already is not sent again.
 
     --oci prints the images as options of 'dnictl render kubernetes'.
@@ -118,19 +114,16 @@ def push(name: str, address: str, sif: bool, oci: bool, plain_http: bool, as_jso
 
         send = move.push_files if sif else move.push_oci
         sent = send(usable_apptainer(), Store(), name, target, plain_http, moved)
-        if as_json:
-            print_json({module: str(there) for module, there in sent.items()})
+        if answered({module: str(there) for module, there in sent.items()}):
             return
         for module, there in sent.items():
             plain = str(there).removeprefix("oci://")
             click.echo(f"oras://{plain}" if sif else f"--image={module}={plain}")
         return
     there = move.push(Store(), name, target, Repository(target, plain_http=plain_http), moved)
-    if as_json:
-        print_json({"address": str(there), "sent_bytes": moved.bytes})
-        return
-    tell(f"{moved}")
-    click.echo(there)
+    if not answered({"address": str(there), "sent_bytes": moved.bytes}):
+        tell(f"{moved}")
+        click.echo(there)
 
 
 @click.command()
@@ -140,7 +133,7 @@ def push(name: str, address: str, sif: bool, oci: bool, plain_http: bool, as_jso
 @click.option("--unsigned", is_flag=True, help="Take it whoever has written it.")
 @_http_option
 @json_option
-def pull(address: str, key: Path | None, unsigned: bool, plain_http: bool, as_json: bool) -> None:
+def pull(address: str, key: Path | None, unsigned: bool, plain_http: bool) -> None:
     """Fetch a release from a registry.
 
     Its signature and all of its parts are checked. Then its name stands for a run: dnictl serve,
@@ -163,7 +156,7 @@ def pull(address: str, key: Path | None, unsigned: bool, plain_http: bool, as_js
     name = move.pull(store, source, Repository(source, plain_http=plain_http), trust, moved)
     tell(f"{moved}")
     index = store.find(name)
-    _show(name, store.report(index), index, as_json)
+    _show(name, store.report(index), index)
 
 
 @click.command()
@@ -171,7 +164,7 @@ def pull(address: str, key: Path | None, unsigned: bool, plain_http: bool, as_js
 @click.option("--remove", metavar="NAME:VERSION", help="Remove a release from this machine.")
 @_http_option
 @json_option
-def models(address: str | None, remove: str | None, plain_http: bool, as_json: bool) -> None:
+def models(address: str | None, remove: str | None, plain_http: bool) -> None:
     """List the releases here, or in a registry.
 
     \b
@@ -189,8 +182,7 @@ def models(address: str | None, remove: str | None, plain_http: bool, as_json: b
         source = Address.parse(address)
         tags = Repository(source, plain_http=plain_http).tags()
         versions = sorted(tag for tag in tags if not tag.endswith(".sig"))
-        if as_json:
-            print_json({"versions": versions})
+        if answered({"versions": versions}):
             return
         for version in versions:
             click.echo(str(replace(source, tag=version)))
@@ -201,13 +193,7 @@ def models(address: str | None, remove: str | None, plain_http: bool, as_json: b
         tell(f"removed {remove}: {megabytes(freed)}")
         return
     reports = {name: (index, store.report(index)) for name, index in store.releases().items()}
-    if as_json:
-        print_json(
-            [
-                report.model_dump(mode="json") | {"digest": index.digest}
-                for index, report in reports.values()
-            ]
-        )
+    if answered([_document(*row) for row in reports.values()]):
         return
     columns: list[Column[tuple[Descriptor, Report]]] = [
         Column("release", lambda row: f"{row[1].name}:{row[1].version}"),
@@ -222,7 +208,7 @@ def models(address: str | None, remove: str | None, plain_http: bool, as_json: b
 @click.argument("old", metavar="NAME:VERSION")
 @click.argument("new", metavar="NAME:VERSION")
 @json_option
-def diff(old: str, new: str, as_json: bool) -> None:
+def diff(old: str, new: str) -> None:
     """Say how two releases differ.
 
     In their settings and figures, and in parts of their images.
@@ -235,8 +221,7 @@ def diff(old: str, new: str, as_json: bool) -> None:
     from dni_runtime.release.store import Store
 
     changes = differences(Store(), old, new)
-    if as_json:
-        print_json([{"what": what, "old": was, "new": now} for what, was, now in changes])
+    if answered([{"what": what, "old": was, "new": now} for what, was, now in changes]):
         return
     columns: list[Column[Difference]] = [
         Column("what", lambda row: row[0]),
@@ -264,9 +249,12 @@ class _Moved:
         return f"{self._verb} {megabytes(self.bytes)}"
 
 
-def _show(name: str, report: Report, index: Descriptor, as_json: bool) -> None:
-    if as_json:
-        print_json(report.model_dump(mode="json") | {"digest": index.digest})
+def _document(index: Descriptor, report: Report) -> dict[str, Any]:
+    return report.model_dump(mode="json") | {"digest": index.digest}
+
+
+def _show(name: str, report: Report, index: Descriptor) -> None:
+    if answered(_document(index, report)):
         return
     click.echo(f"{name} {index.digest}")
     click.echo(printable(f"  {report.chain}, checkpoint {report.checkpoint} of {report.run}"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import complete_runs, json_option, print_json, runs_option, tell
+from dnictl.options import answered, complete_runs, json_option, runs_option, tell
 from dnictl.show import megabytes
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @runs_option
 @yes_option
 @json_option
-def rm(names: tuple[str, ...], runs: Path, yes: bool, as_json: bool) -> None:
+def rm(names: tuple[str, ...], runs: Path, yes: bool) -> None:
     """Remove runs with all that is in their directories.
 
     Only your own ones that are not active. Take a model home before: dnictl export.
@@ -36,7 +36,7 @@ def rm(names: tuple[str, ...], runs: Path, yes: bool, as_json: bool) -> None:
     from dni_runtime.run.record import find_run
 
     records = {record.run.root: record for record in (find_run(name, runs) for name in names)}
-    _remove(list(records.values()), yes=yes, as_json=as_json)
+    _remove(list(records.values()), yes=yes)
 
 
 @click.command()
@@ -46,7 +46,7 @@ def rm(names: tuple[str, ...], runs: Path, yes: bool, as_json: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Say what would be removed; remove nothing.")
 @yes_option
 @json_option
-def prune(runs: Path, keep: int, dry_run: bool, yes: bool, as_json: bool) -> None:
+def prune(runs: Path, keep: int, dry_run: bool, yes: bool) -> None:
     """Remove old runs of yours that have finished or are lost.
 
     Runs that can go on (stopped, failed) stay, and those of others.
@@ -64,12 +64,10 @@ def prune(runs: Path, keep: int, dry_run: bool, yes: bool, as_json: bool) -> Non
         and run.record.is_callers
         and not run.record.run.root.is_symlink()
     ]
-    _remove(over[: len(over) - keep], yes=yes, dry_run=dry_run, as_json=as_json)
+    _remove(over[: len(over) - keep], yes=yes, dry_run=dry_run)
 
 
-def _remove(
-    records: Sequence[Record], *, yes: bool, dry_run: bool = False, as_json: bool = False
-) -> None:
+def _remove(records: Sequence[Record], *, yes: bool, dry_run: bool = False) -> None:
     from dni_runtime.schedulers.schedulers import read_state
     from dni_runtime.supervise.removal import bytes_in, check_removable, remove_run
 
@@ -84,11 +82,8 @@ def _remove(
     if not dry_run:
         for record in records:
             remove_run(record)
-    if as_json:
-        print_json({"runs": list(sizes), "bytes": sum(sizes.values()), "removed": not dry_run})
-    elif not records:
-        tell("no such runs")
-    else:
-        for name in sizes:
-            click.echo(name)
-        tell(f"{'would remove' if dry_run else 'removed'} {total}")
+    if answered({"runs": list(sizes), "bytes": sum(sizes.values()), "removed": not dry_run}):
+        return
+    for name in sizes:
+        click.echo(name)
+    tell(f"{'would remove' if dry_run else 'removed'} {total}" if records else "no such runs")

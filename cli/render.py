@@ -18,6 +18,7 @@ from dnictl.options import (
     chosen_run,
     complete_runs,
     data_option,
+    flags_given,
     level_option,
     planned_run,
     runs_option,
@@ -82,12 +83,10 @@ def kubernetes(
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out: {str(out)!r} is not an empty folder", hint="name a new one")
-    other = (*SERVING, "port") if source is None else _OF_TRAINING
-    for option in other:
-        if options[option]:
-            flag = "from" if option == "choice" else option.replace("_", "-")
-            hint = "it is for --serve" if source is None else "--serve has none"
-            raise UsageError(f"--{flag} is not for this", hint=hint)
+    other = (*SERVING, "cut", "token_file", "port") if source is None else _OF_TRAINING
+    for flag in flags_given(*other):
+        hint = "it is for --serve" if source is None else "--serve has none"
+        raise UsageError(f"{flag} is not for this", hint=hint)
     cluster = Cluster(
         images=_by_module(images),
         namespace=namespace,
@@ -162,7 +161,7 @@ def _served(source: str, options: dict[str, Any]) -> tuple[CheckedChain, FrontSe
 
     its = chosen_run(source, options["runs"])
     its.check_trusted()
-    cut = its.choose_cut(options["choice"])
+    cut = its.choose_cut(options["cut"])
     how = Settings(source=its.directory.root, http=HttpSettings(), **serving_settings(options))
     signature, prepared = answering(its, cut, how)
     prepared = for_pods(prepared)

@@ -14,16 +14,19 @@ from dni_runtime.errors import StoppedError, UsageError, WorkerError
 from dnictl.options import (
     PATH,
     OutputFile,
+    answer,
+    answered,
     chosen_run,
     counts_of,
+    cut_option,
     json_option,
-    print_json,
-    run_argument,
+    json_wanted,
+    run_options,
     runs_option,
     tell,
     trust_option,
 )
-from dnictl.show import answer, chain_line, duration
+from dnictl.show import chain_line, duration
 
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
@@ -36,15 +39,14 @@ WAIT_TIMEOUT = 124
 
 
 @click.command()
-@run_argument
-@runs_option
+@run_options
 @click.option(
     "--timeout", type=click.FloatRange(min=0), metavar="SECONDS",
     help="Time limit for the workers' checkpoint (default: the chain's stop_grace_s).",
 )  # fmt: skip
 @trust_option
 @json_option
-def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> None:
+def stop(run: Run, timeout: float | None) -> None:
     """Stop a run after a checkpoint.
 
     Workers that take too long are killed.
@@ -53,48 +55,44 @@ def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
     Example:
       dnictl stop && dnictl resume
     """
-    its = chosen_run(run, runs)
-    end = its.stop(timeout)
-    document = {"run": its.name, "state": end.phase, "exit_code": end.exit_code}
-    answer(document, f"{its.name}: {end.phase}", as_json=as_json)
+    end = run.stop(timeout)
+    document = {"run": run.name, "state": end.phase, "exit_code": end.exit_code}
+    answer(document, f"{run.name}: {end.phase}")
     if end.phase == "lost":
         raise WorkerError(
-            f"not every module of run {its.name!r} has written its last checkpoint",
-            hint=f"make room if a disk is full, then 'dnictl resume {its.name}' goes on from the "
+            f"not every module of run {run.name!r} has written its last checkpoint",
+            hint=f"make room if a disk is full, then 'dnictl resume {run.name}' goes on from the "
             "newest complete one",
         )
 
 
 @click.command()
-@run_argument
-@runs_option
+@run_options
 @click.option(
     "--timeout", type=click.FloatRange(min=0), metavar="SECONDS",
     help=f"Stop waiting after this time (exit code {WAIT_TIMEOUT}).",
 )  # fmt: skip
 @json_option
-def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> None:
+def wait(run: Run, timeout: float | None) -> None:
     """Wait until a run has ended; the exit code is the run's own.
 
     \b
     Example:
       dnictl up chain.yaml -d && dnictl wait
     """
-    its = chosen_run(run, runs)
-    end = its.wait(timeout)
+    end = run.wait(timeout)
     if end.active:
-        tell(f"dnictl: {its.name} is still {end.phase}")
+        tell(f"dnictl: {run.name} is still {end.phase}")
         sys.exit(WAIT_TIMEOUT)
-    conclude(its, end, as_json=as_json)
+    conclude(run, end)
 
 
 @click.command()
 @click.argument("module")
-@run_argument
-@runs_option
+@run_options
 @trust_option
 @json_option
-def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
+def restart(module: str, run: Run) -> None:
     """Restart one module of a run.
 
     It stops after a checkpoint and resumes from there. The other modules keep training.
@@ -103,10 +101,9 @@ def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
     Example:
       dnictl restart lower
     """
-    its = chosen_run(run, runs)
-    its.restart(module)
-    line = f"{its.name}: {module} restarts after a checkpoint"
-    answer({"run": its.name, "module": module}, line, as_json=as_json)
+    run.restart(module)
+    line = f"{run.name}: {module} restarts after a checkpoint"
+    answer({"run": run.name, "module": module}, line)
 
 
 @click.command()
@@ -114,7 +111,7 @@ def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
 @runs_option
 @trust_option
 @json_option
-def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
+def scale(changes: tuple[str, ...], runs: Path) -> None:
     """Change how many replicas a module of an active run has.
 
     For modules with 'replicas: {start: .., most: ..}'. All modules stop at a common checkpoint and
@@ -140,12 +137,11 @@ def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
     replicas = its.scale(its.balancing_replicas() if auto else counts, balanced=auto)
     listed = ", ".join(f"{name}: {count}" for name, count in replicas.items())
     line = f"{its.name}: replicas wanted: {listed}"
-    answer({"run": its.name, "replicas": replicas}, line, as_json=as_json)
+    answer({"run": its.name, "replicas": replicas}, line)
 
 
 @click.command()
-@run_argument
-@runs_option
+@run_options
 @click.option(
     "-o", "--output", type=OutputFile(or_folder=True), required=True,
     help="The file: .safetensors (weights and layers), .pt2 (a torch.export program) or .onnx.",
@@ -157,11 +153,7 @@ def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
     help="Weights alone, under the names of the network that 'dnictl split' took apart, else "
     "MODULE.0.weight (.safetensors or .pt).",
 )  # fmt: skip
-@click.option(
-    "--from", "choice", metavar="CUT",
-    help="Which checkpoint: its number, newest or best (default: the best if the chain selects "
-    "one, else the newest).",
-)  # fmt: skip
+@cut_option
 @click.option(
     "--force", is_flag=True,
     help="Replace an existing file; also write weights that are not finite.",
@@ -169,14 +161,7 @@ def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
 @trust_option
 @json_option
 def export(
-    run: str | None,
-    runs: Path,
-    output: Path,
-    folder: bool,
-    state_dict: bool,
-    choice: str | None,
-    force: bool,
-    as_json: bool,
+    run: Run, output: Path, folder: bool, state_dict: bool, cut: str | None, force: bool
 ) -> None:
     """Write the trained network to one file.
 
@@ -194,16 +179,14 @@ def export(
         if output.is_dir() or (output.exists() and not force):
             raise UsageError(f"{str(output)!r} already exists", hint="--force replaces a file")
         check_ending(output, state_dict=state_dict)
-    its = chosen_run(run, runs)
-    cut = its.choose_cut(choice, force=force)
+    chosen = run.choose_cut(cut, force=force)
     if folder:
-        its.export_folder(output, cut)
+        run.export_folder(output, chosen)
     else:
-        its.export(output, cut, force=force, state_dict=state_dict)
-    document = {"run": its.name, "checkpoint": cut, "file": str(output)}
+        run.export(output, chosen, force=force, state_dict=state_dict)
+    document = {"run": run.name, "checkpoint": chosen, "file": str(output)}
     document["bytes"] = (output / "model.safetensors" if folder else output).stat().st_size
-    line = f"wrote {output} (checkpoint {cut} of {its.name})"
-    answer(document, line, as_json=as_json)
+    answer(document, f"wrote {output} (checkpoint {chosen} of {run.name})")
 
 
 @click.command(hidden=True)
@@ -217,25 +200,23 @@ def supervise(path: Path) -> None:
     run = chosen_run(str(path), path)
     launch = run.take_over()
     if launch is None:
-        conclude(run, run.state(), as_json=False)
+        conclude(run, run.state())
     else:
         go(launch)
 
 
-def go(launch: Launch, *, detached: bool = False, as_json: bool = False) -> None:
+def go(launch: Launch, *, detached: bool = False) -> None:
     """Start a run in the background, or supervise it to its end and exit with its code."""
     from dni_runtime.api.run import Run
     from dnictl.progress import progress
 
     run = Run.open(launch.run.root)
     if not detached:
-        with progress(run, quiet=as_json) as show:
+        with progress(run, quiet=json_wanted()) as show:
             state = launch.supervise(show)
-        conclude(run, state, as_json=as_json)
+        conclude(run, state)
     pid = launch.detach()
-    if as_json:
-        print_json({"run": run.name, "path": str(run.directory.root), "pid": pid})
-    else:
+    if not answered({"run": run.name, "path": str(run.directory.root), "pid": pid}):
         click.echo(run.name)
         tell(
             f"in the background; see 'dnictl status {run.name}', 'dnictl logs -f {run.name}', "
@@ -243,17 +224,14 @@ def go(launch: Launch, *, detached: bool = False, as_json: bool = False) -> None
         )
 
 
-def conclude(run: Run, state: RunState, *, as_json: bool) -> NoReturn:
+def conclude(run: Run, state: RunState) -> NoReturn:
     """Print how a run ended, and exit with the run's exit code.
 
     ``state`` is its end as the caller has seen it: files may not have had room for it.
     """
     figures = run.status(state)
     with contextlib.suppress(OSError):  # the reader is gone, or the log's disk is full
-        if as_json:
-            print_json(figures.model_dump())
-        else:
-            click.echo(summary(figures))
+        answer(figures.model_dump(), summary(figures))
         if state.phase == "stopped":
             tell(f"  → dnictl resume {run.name}")
     error = run.failure(state)

@@ -11,14 +11,15 @@ import click
 from dni_runtime.errors import UsageError
 from dnictl.options import (
     THERE,
+    answered,
     backend_option,
     chosen_run,
     complete_runs,
     detach_option,
+    flags_given,
     hosts_option,
     images_option,
     json_option,
-    print_json,
     printable,
     runs_option,
     serving_options,
@@ -56,12 +57,12 @@ if TYPE_CHECKING:
     "--max-batch", type=click.IntRange(1, 4096), metavar="N", help="Most rows in a batch."
 )
 @click.option(
-    "--batch-wait", type=click.FloatRange(0), default=0.0, metavar="SECONDS",
+    "--batch-wait", "batch_wait_s", type=click.FloatRange(0), default=0.0, metavar="SECONDS",
     help="Wait so long for a batch to fill (default: what queued during the last batch is one).",
 )  # fmt: skip
 @click.option(
-    "--deadline", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True,
-    metavar="SECONDS", help="Time in which a request is answered, or fails.",
+    "--deadline", "deadline_s", type=click.FloatRange(0, min_open=True), default=30.0,
+    show_default=True, metavar="SECONDS", help="Time in which a request is answered, or fails.",
 )  # fmt: skip
 @click.option(
     "--max-waiting", type=click.IntRange(1), default=4096, show_default=True, metavar="N",
@@ -72,12 +73,14 @@ if TYPE_CHECKING:
     help="Requests a second of one client, by its address; more are refused (429).",
 )  # fmt: skip
 @click.option(
-    "--max-body", type=click.IntRange(1), default=64 << 20, show_default=True, metavar="BYTES",
+    "--max-body", "max_body_bytes", type=click.IntRange(1), default=64 << 20, show_default=True,
+    metavar="BYTES",
     help="Largest request; larger ones are refused (413).",
 )  # fmt: skip
 @click.option(
-    "--probe", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True,
-    metavar="SECONDS", help="Ready: a batch has gone through all modules in this time.",
+    "--probe", "probe_s", type=click.FloatRange(0, min_open=True), default=10.0,
+    show_default=True, metavar="SECONDS",
+    help="Ready: a batch has gone through all modules in this time.",
 )  # fmt: skip
 @click.option("--update", is_flag=True, help="Have a running service change to RUN or FILE.")
 @click.option(
@@ -90,7 +93,7 @@ if TYPE_CHECKING:
 @click.option("--status", is_flag=True, help="Show a service and its versions.")
 @trust_option
 @json_option
-def serve(source: str | None, runs: Path, name: str | None, as_json: bool, **options: Any) -> None:
+def serve(source: str | None, runs: Path, name: str | None, **options: Any) -> None:
     """Answer requests with a trained network, over HTTP.
 
     RUN is served by its modules, each in a process or container of its own, as it was trained;
@@ -124,26 +127,22 @@ def serve(source: str | None, runs: Path, name: str | None, as_json: bool, **opt
     how = serving_settings(options)
     path, cut = None, None
     if not actions or options["update"]:
-        path, cut = _chosen(source, runs, options["choice"])
+        path, cut = _chosen(source, runs, options["cut"])
     if actions:
         state = find_service(name, runs)
         for what in orders:
             if options[what]:
-                canary = options["canary"]
                 order = Order(
-                    id=secrets.token_hex(4), what=what, source=path, cut=cut, canary=canary
-                )
+                    id=secrets.token_hex(4), what=what, source=path, cut=cut,
+                    canary=options["canary"],
+                )  # fmt: skip
                 state = give_order(runs / state.name, order)
-        _show(state, as_json)
+        _show(state)
         return
     assert path is not None
     if options["in_process"] or path.is_file():
-        for option in ("replicas", "hosts", "exit_accuracy", "exit_confidence"):
-            if options[option] not in (None, ()):
-                flag = f"--{option.replace('_', '-')}"
-                raise UsageError(
-                    f"{flag} is for modules, and this is one process", hint=f"omit {flag}"
-                )
+        for flag in flags_given("replicas", "hosts", "exit_accuracy", "exit_confidence"):
+            raise UsageError(f"{flag} is for modules, and this is one process", hint=f"omit {flag}")
     folder = runs.absolute() / (name or service_name(path))
     settings = Settings(
         source=path,
@@ -157,7 +156,7 @@ def serve(source: str | None, runs: Path, name: str | None, as_json: bool, **opt
         http=_http(folder.name, options),
     )
     if options["detach"]:
-        _show(start_service(folder, settings), as_json)
+        _show(start_service(folder, settings))
     else:
         make_service(folder, settings)
         from dni_runtime.api.service import Service
@@ -194,34 +193,21 @@ def _chosen(source: str | None, runs: Path, choice: str | None) -> tuple[Path, i
 def _http(name: str, options: dict[str, Any]) -> HttpSettings:
     from dni_runtime.serving.settings import Settings as HttpSettings
 
-    tls = options["tls"] or (None, None)
-    chosen = {
-        "name": name,
-        "tls_cert": tls[0],
-        "tls_key": tls[1],
-        "batch_wait_s": options["batch_wait"],
-        "deadline_s": options["deadline"],
-        "max_body_bytes": options["max_body"],
-        "probe_s": options["probe"],
-        **{
-            key: options[key]
-            for key in ("host", "port", "token_file", "max_waiting", "max_batch", "rate")
-        },
-    }
+    cert, key = options["tls"] or (None, None)
+    options = {**options, "name": name, "tls_cert": cert, "tls_key": key}
     given = {
-        key: value.absolute() if isinstance(value, Path) else value
-        for key, value in chosen.items()
-        if value is not None
+        field: value.absolute() if isinstance(value, Path) else value
+        for field in HttpSettings.model_fields
+        if (value := options.get(field)) is not None
     }
     return HttpSettings.model_validate(given)
 
 
-def _show(state: ServiceState, as_json: bool) -> None:
+def _show(state: ServiceState) -> None:
     from dni_runtime.measure.figures import MetricsReader
     from dni_runtime.run.record import Record
 
-    if as_json:
-        print_json(state.model_dump(mode="json") | {"alive": state.alive})
+    if answered(state.model_dump(mode="json") | {"alive": state.alive}):
         return
     phase = state.phase if state.alive or state.phase in ("ended", "failed") else "killed"
     click.echo(f"{state.name}: {phase}" + (f", {state.url}" if state.url else ""))

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import click
-
-from dnictl.options import print_json, printable
+from dnictl.options import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod, RenderableType
@@ -107,14 +105,6 @@ def console() -> Console:
 
     stdout = Console(highlight=False)
     return stdout if stdout.is_terminal else Console(highlight=False, width=_WIDE)
-
-
-def answer(document: Mapping[str, Any], line: str, *, as_json: bool) -> None:
-    """Print the result of a command: as JSON, or as a line for people."""
-    if as_json:
-        print_json(document)
-    else:
-        click.echo(line)
 
 
 def state(word: str) -> RenderableType:

@@ -12,10 +12,10 @@ from dnictl.options import (
     PATH,
     THERE,
     OutputFile,
+    answered,
     chosen_run,
     complete_runs,
     json_option,
-    print_json,
     runs_option,
     tell,
     trust_option,
@@ -77,7 +77,7 @@ def _names(text: str | None) -> tuple[str, ...]:
               show_default=True, metavar="PATH", help="The chain file.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace any chain file.")
 @json_option
-def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
+def split(target: str, output: Path, **options: Any) -> None:
     """Take a PyTorch network apart into the modules of a chain.
 
     NAME is a function or class that returns the network, in a file beside the chain file or in an
@@ -112,9 +112,8 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
         **options,
     )
     parts, warning = taken.parts, doubt(taken.parts)
-    if as_json:
-        written = {"file": str(output), "weights": str(taken.weights)}
-        print_json({**written, "modules": list(map(_document, parts)), "warning": warning})
+    written = {"file": str(output), "weights": str(taken.weights)}
+    if answered({**written, "modules": list(map(_document, parts)), "warning": warning}):
         return
     click.echo(str(parts))
     click.echo(f"wrote {output} and {taken.weights}")
@@ -152,7 +151,6 @@ def balance(
     apply_it: bool,
     output: Path | None,
     force: bool,
-    as_json: bool,
 ) -> None:
     """Find better cuts for a network that has been taken apart.
 
@@ -204,11 +202,10 @@ def balance(
         Column("better_parameters", lambda n: better[n].numbers, title=""),
     ]
     rows = range(len(parts))
-    if as_json:
-        print_json({
-            "modules": documents(columns, rows), "faster": proposal.faster,
-            "worthwhile": proposal.worthwhile, "file": None if written is None else str(written),
-        })  # fmt: skip
+    if answered({
+        "modules": documents(columns, rows), "faster": proposal.faster,
+        "worthwhile": proposal.worthwhile, "file": None if written is None else str(written),
+    }):  # fmt: skip
         return
     print_table(columns, rows)
     click.echo(

@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from dni_runtime.errors import UsageError
 from dnictl.options import (
     FOLDER,
     PATH,
     BackendChoice,
+    answer,
+    answered,
     backend_option,
     carry_option,
-    chosen_run,
     data_option,
     detach_option,
     dry_run_option,
+    flags_given,
     hosts_option,
     images_option,
     json_option,
@@ -30,9 +31,7 @@ from dnictl.options import (
     new_run,
     new_run_options,
     planned_run,
-    print_json,
-    run_argument,
-    runs_option,
+    run_options,
     set_option,
     tell,
     trust_option,
@@ -54,9 +53,7 @@ if TYPE_CHECKING:
 @trust_option
 @dry_run_option
 @json_option
-def up(
-    chain: Path, hosts: str | None, detach: bool, dry_run: bool, as_json: bool, **options: Any
-) -> None:
+def up(chain: Path, hosts: str | None, detach: bool, dry_run: bool, **options: Any) -> None:
     """Train a chain here.
 
     Starts one worker per module, and supervises them to the end.
@@ -83,14 +80,13 @@ def up(
         settings = replace(settings, scheduler="slurm", job=job)
     planned = planned_run(prepared, settings)
     if dry_run:
-        _print_plan(planned.plan, as_json)
+        _print_plan(planned.plan)
     else:
-        go(planned.launch(), detached=detach, as_json=as_json)
+        go(planned.launch(), detached=detach)
 
 
 @click.command()
-@run_argument
-@runs_option
+@run_options
 @detach_option
 @click.option(
     "--from", "cut", default="auto", metavar="CUT",
@@ -105,14 +101,7 @@ def up(
 @dry_run_option
 @json_option
 def resume(
-    run: str | None,
-    runs: Path,
-    detach: bool,
-    cut: str,
-    epochs: int | None,
-    log_level: str,
-    dry_run: bool,
-    as_json: bool,
+    run: Run, detach: bool, cut: str, epochs: int | None, log_level: str, dry_run: bool
 ) -> None:
     """Resume a run that was stopped or failed, or train it further.
 
@@ -124,44 +113,27 @@ def resume(
       dnictl resume
       dnictl resume --epochs 20
     """
-    its = chosen_run(run, runs)
-    its.check_resumable(cut, epochs)
-    if notice := its.record.compare_versions():
-        tell(f"{its.name}: {notice}")
+    run.check_resumable(cut, epochs)
+    if notice := run.record.compare_versions():
+        tell(f"{run.name}: {notice}")
     if dry_run and epochs is not None:
         from dni_runtime.plan.carrying import longer
 
-        longer(its.record, epochs)  # refused here, too
-        tell(f"{its.name}: trains until it has {epochs} epochs, not {its.record.epochs}")
-    if its.job is not None:
-        source = click.get_current_context().get_parameter_source("log_level")
-        level = None if source is ParameterSource.DEFAULT else log_level
-        _resubmit(its, level, epochs, dry_run, as_json)
-    elif dry_run:
-        _print_plan(its.plan(cut, log_level=log_level), as_json)
-    elif (launch := its.relaunch(cut, epochs, log_level=log_level, tell=tell)) is not None:
-        go(launch, detached=detach, as_json=as_json)
-    else:
-        conclude(its, its.state(), as_json=as_json)
-
-
-def _resubmit(
-    run: Run, log_level: str | None, epochs: int | None, dry_run: bool, as_json: bool
-) -> None:
-    """Resume a Slurm run: submit its script as another job."""
+        longer(run.record, epochs)  # refused here, too
+        tell(f"{run.name}: trains until it has {epochs} epochs, not {run.record.epochs}")
     document = {"run": run.name, "path": str(run.directory.root)}
-    if dry_run:
+    if run.job is not None and dry_run:
         script = run.directory.script.read_text()
-        if as_json:
-            print_json(document | {"script": script})
-        else:
-            click.echo(script, nl=False)
-        return
-    job = run.resubmit(log_level, epochs)
-    if as_json:
-        print_json(document | {"job": job})
+        answer(document | {"script": script}, script.removesuffix("\n"))
+    elif run.job is not None:  # its script is submitted as another job
+        job = run.resubmit(log_level if flags_given("log_level") else None, epochs)
+        answer(document | {"job": job}, f"{run.name}: job {job}")
+    elif dry_run:
+        _print_plan(run.plan(cut, log_level=log_level))
+    elif (launch := run.relaunch(cut, epochs, log_level=log_level, tell=tell)) is not None:
+        go(launch, detached=detach)
     else:
-        click.echo(f"{run.name}: job {job}")
+        conclude(run, run.state())
 
 
 @click.command("run")
@@ -245,7 +217,7 @@ def run(
 @click.command()
 @new_run_options
 @json_option
-def mpi(chain: Path, as_json: bool, **options: Any) -> None:
+def mpi(chain: Path, **options: Any) -> None:
     """Make a run for mpirun or srun, and print its command.
 
     Each process that the command starts finds its module by its rank. The same command, called
@@ -263,12 +235,9 @@ def mpi(chain: Path, as_json: bool, **options: Any) -> None:
     plan = planned.plan
     write_json(planned.create().plan, plan.to_json())
     argv, command = mpirun_argv(plan), mpirun_command(plan)
-    if as_json:
-        workers = [worker.module for worker in plan.workers]
-        document = {"run": root.name, "path": str(root), "workers": workers}
-        print_json({**document, "argv": argv, "command": command})
-    else:
-        click.echo(command)
+    workers = [worker.module for worker in plan.workers]
+    document = {"run": root.name, "path": str(root), "workers": workers}
+    answer(document | {"argv": argv, "command": command}, command)
 
 
 def _same_spec(prepared: CheckedChain, run_dir: Path, module: str) -> None:
@@ -284,15 +253,14 @@ def _same_spec(prepared: CheckedChain, run_dir: Path, module: str) -> None:
         )
 
 
-def _print_plan(plan: LaunchPlan, as_json: bool) -> None:
+def _print_plan(plan: LaunchPlan) -> None:
     from dni_runtime.schedulers.schedulers import SCHEDULERS
 
     commands = [SCHEDULERS[plan.scheduler].command(worker) for worker in plan.workers]
-    if as_json:
-        document = plan.to_json()
-        for worker, argv in zip(document["workers"], commands, strict=True):
-            worker["argv"] = argv
-        print_json(document)
+    document = plan.to_json()
+    for worker, argv in zip(document["workers"], commands, strict=True):
+        worker["argv"] = argv
+    if answered(document):
         return
     click.echo(f"# run {plan.run}, backend {plan.backend}")
     for node, names in plan.nodes.items():

@@ -12,11 +12,11 @@ import click
 
 from dni_runtime.errors import UsageError
 from dnictl.options import (
-    chosen_run,
+    answered,
     json_option,
-    print_json,
+    json_wanted,
     printable,
-    run_argument,
+    run_options,
     runs_option,
     tell,
 )
@@ -46,7 +46,7 @@ _WATCH_S = 2.0
 @click.option("--settings", "with_settings", is_flag=True,
               help="Show settings that are not the same in all runs of a chain.")  # fmt: skip
 @json_option
-def ps(runs: Path, with_settings: bool, as_json: bool) -> None:
+def ps(runs: Path, with_settings: bool) -> None:
     """List the runs, oldest first.
 
     \b
@@ -60,12 +60,11 @@ def ps(runs: Path, with_settings: bool, as_json: bool) -> None:
     listed = runs_in(runs)
     rows = [MetricsReader(run.record, evaluations=1).read(its) for run, its in listed]
     settings = _settings([run for run, _ in listed]) if with_settings else {}
-    if as_json:
-        print_json([
-            row.model_dump(exclude={"modules", "evaluations"})
-            | ({"settings": settings[row.path]} if with_settings else {})
-            for row in rows
-        ])  # fmt: skip
+    if answered([
+        row.model_dump(exclude={"modules", "evaluations"})
+        | ({"settings": settings[row.path]} if with_settings else {})
+        for row in rows
+    ]):  # fmt: skip
         return
     if not rows:
         tell(f"no runs in {str(runs)!r}")
@@ -115,12 +114,11 @@ def _setting(settings: Mapping[str, Mapping[str, Any]], path: str, row: RunFigur
 
 
 @click.command()
-@run_argument
-@runs_option
+@run_options
 @click.option("--watch", is_flag=True, help="Show it every two seconds until the run has ended.")
 @click.option("--prometheus", is_flag=True, help="Print the figures in Prometheus' text format.")
 @json_option
-def status(run: str | None, runs: Path, watch: bool, prometheus: bool, as_json: bool) -> None:
+def status(run: Run, watch: bool, prometheus: bool) -> None:
     """Show a run: its state, and the figures of each module.
 
     cosine: how alike predicted and true gradients are; lag: how many batches late true ones come;
@@ -131,29 +129,23 @@ def status(run: str | None, runs: Path, watch: bool, prometheus: bool, as_json: 
       dnictl status
       dnictl status --watch
     """
-    from dni_runtime.measure.figures import MetricsReader, prometheus_page
-    from dni_runtime.schedulers.schedulers import read_state
+    from dni_runtime.measure.figures import EVALUATIONS, MetricsReader, prometheus_page
 
-    record = chosen_run(run, runs).record
-    reader = MetricsReader(record) if as_json else MetricsReader(record, evaluations=1)
-    if watch and (as_json or prometheus):
+    reader = MetricsReader(run.record, evaluations=EVALUATIONS if json_wanted() else 1)
+    if watch and (json_wanted() or prometheus):
         raise UsageError("--watch is for people", hint="leave out --json and --prometheus")
-    now = read_state(record.run)
-    while watch and now.active:
-        click.clear()
-        _show(reader.read(now))
-        time.sleep(_WATCH_S)
-        now = read_state(record.run)
     if watch:
-        click.clear()
-    figures = reader.read(now)
-    if as_json:
-        print_json(figures.model_dump())
+        for now in run.states(_WATCH_S):
+            click.clear()
+            _show(reader.read(now))
+        return
+    figures = reader.read(run.state())
+    if answered(figures.model_dump()):
         return
     if prometheus:
         click.echo(prometheus_page(figures), nl=False)
-        return
-    _show(figures)
+    else:
+        _show(figures)
 
 
 def _show(figures: RunFigures) -> None:

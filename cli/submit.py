@@ -14,6 +14,8 @@ import click
 from dni_runtime.errors import UnavailableError, UsageError
 from dnictl.options import (
     FILE,
+    answer,
+    answered,
     carry_option,
     chain_argument,
     chosen_profile,
@@ -21,10 +23,10 @@ from dnictl.options import (
     data_option,
     job_options,
     json_option,
+    json_wanted,
     new_run,
     new_run_options,
     partition_option,
-    print_json,
     profile_option,
     set_option,
     site_for,
@@ -73,7 +75,6 @@ def submit(
     dry_run: bool,
     test_only: bool,
     parsable: bool,
-    as_json: bool,
     **options: Any,
 ) -> None:
     """Train a chain on a Slurm cluster.
@@ -86,7 +87,7 @@ def submit(
       dnictl submit chain.yaml --nodes 2 --time 1:00:00 --profile mycluster
       dnictl submit chain.yaml --dry-run      # where modules go, and the batch script
     """
-    if parsable and as_json:
+    if parsable and json_wanted():
         raise UsageError("--parsable and --json exclude each other", hint="give one of them")
     from dni_runtime.schedulers.slurm.submit import job_record, placement_rows, submit_run
 
@@ -102,20 +103,15 @@ def submit(
         from dni_runtime.schedulers.slurm.script import render_script
 
         script = render_script(request)
-        answer = _checked(script, further) if test_only else None
-        if as_json:
-            print_json(
-                {"script": script, "modules": placement_rows(request, prepared), "slurm": answer}
-            )
-        else:
-            click.echo(script if answer is None else answer, nl=answer is not None)
+        said = _checked(script, further) if test_only else None
+        document = {"script": script, "modules": placement_rows(request, prepared), "slurm": said}
+        answer(document, script.removesuffix("\n") if said is None else said)
         return
     record, number = submit_run(request, prepared, site, job, further)
-    if as_json and not wait_for_it:
-        print_json({"run": record.name, "path": str(record.run.root), "job": number})
-    elif parsable:
+    document = {"run": record.name, "path": str(record.run.root), "job": number}
+    if parsable:
         click.echo(f"{record.name};{number}")
-    elif not as_json:
+    elif not (json_wanted() if wait_for_it else answered(document)):
         click.echo(record.name)
         click.echo(
             f"job {number}; see 'dnictl status {record.name}', 'dnictl logs -f {record.name}', "
@@ -127,7 +123,7 @@ def submit(
         from dnictl.runs import conclude
 
         run = Run(record)
-        conclude(run, run.wait(), as_json=as_json)
+        conclude(run, run.wait())
 
 
 @click.command()
@@ -139,12 +135,7 @@ def submit(
 @data_option
 @json_option
 def plan(
-    chain: Path,
-    profile: str | None,
-    nodes: int | None,
-    costs: Path | None,
-    data: Path | None,
-    as_json: bool,
+    chain: Path, profile: str | None, nodes: int | None, costs: Path | None, data: Path | None
 ) -> None:
     """Show which node of a job each module would be on.
 
@@ -162,9 +153,7 @@ def plan(
         Path("RUN").absolute(), prepared, site_profile, nodes=nodes, costs=costs, strict=False
     )
     rows = placement_rows(request, prepared)
-    if as_json:
-        print_json(rows)
-    else:
+    if not answered(rows):
         _print_rows(rows)
 
 
@@ -175,7 +164,7 @@ def profile() -> None:
 
 @profile.command("list")
 @json_option
-def list_profiles(as_json: bool) -> None:
+def list_profiles() -> None:
     """List the site profiles and their files.
 
     \b
@@ -185,14 +174,12 @@ def list_profiles(as_json: bool) -> None:
     from dni_runtime.schedulers.slurm.profiles import profile_files
 
     profiles = profile_files()
-    if as_json:
-        print_json({name: str(path) for name, path in profiles.items()})
-        return
     columns: list[Column[tuple[str, Path]]] = [
         Column("profile", lambda item: item[0]),
         Column("file", lambda item: item[1]),
     ]
-    print_table(columns, profiles.items())
+    if not answered({name: str(path) for name, path in profiles.items()}):
+        print_table(columns, profiles.items())
 
 
 @profile.command("show")

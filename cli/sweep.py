@@ -15,6 +15,7 @@ import click
 from dni_runtime.errors import StoppedError, UsageError, WorkerError
 from dnictl.options import (
     BackendChoice,
+    answered,
     backend_option,
     chosen_profile,
     data_option,
@@ -24,7 +25,6 @@ from dnictl.options import (
     level_option,
     name_option,
     planned_run,
-    print_json,
     profile_option,
     runs_option,
     site_for,
@@ -68,7 +68,6 @@ def sweep(
     images: Path,
     data: Path | None,
     log_level: str,
-    as_json: bool,
 ) -> None:
     """Train a chain with each combination of some settings.
 
@@ -147,14 +146,12 @@ def sweep(
         for (variant, run), its in zip(trained, states, strict=True)
     ]
     outcomes = best_first(found, metric)
-    if as_json:
-        print_json({
-            "name": name, "metric": metric.name, "runs": [asdict(outcome) for outcome in outcomes],
-        })  # fmt: skip
-    elif waits:
-        _print(outcomes, metric)
-    else:
-        tell(f"the table, when they have ended: the same command with --name {name} --wait")
+    listed = [asdict(outcome) for outcome in outcomes]
+    if not answered({"name": name, "metric": metric.name, "runs": listed}):
+        if waits:
+            _print(outcomes, metric)
+        else:
+            tell(f"the table, when they have ended: the same command with --name {name} --wait")
     unfinished = [one for one in outcomes if one.state != "finished"]
     if waits and unfinished:
         tell(

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from dnictl.options import (
     FOLDER,
-    chosen_run,
+    answered,
     json_option,
-    print_json,
-    run_argument,
-    runs_option,
+    run_options,
     trust_option,
 )
+
+if TYPE_CHECKING:
+    from dni_runtime.api.run import Run
 
 _POLL_S = 2.0
 
 
 @click.command()
-@run_argument
-@runs_option
+@run_options
 @click.option(
     "--logdir", type=FOLDER,
     help="Write below DIRECTORY/RUN instead of the run's own folder.",
@@ -30,9 +31,7 @@ _POLL_S = 2.0
 @click.option("-f", "--follow", is_flag=True, help="Follow until the run has ended.")
 @trust_option
 @json_option
-def tensorboard(
-    run: str | None, runs: Path, logdir: Path | None, follow: bool, as_json: bool
-) -> None:
+def tensorboard(run: Run, logdir: Path | None, follow: bool) -> None:
     """Write a run's metrics for TensorBoard.
 
     Writes event files, one folder per module. It adds only what is new, so run it at any time,
@@ -46,19 +45,16 @@ def tensorboard(
     """
     from dni_runtime.measure.tensorboard import Board, only_writer
 
-    its = chosen_run(run, runs)
-    folder = its.directory.tensorboard if logdir is None else logdir / its.name
+    folder = run.directory.tensorboard if logdir is None else logdir / run.name
     if logdir is None:  # it writes into the run
-        its.check_trusted()
-    board = Board(its.record, folder)
+        run.check_trusted()
+    board = Board(run.record, folder)
     events: Counter[str] = Counter()
     with only_writer(folder):
-        for _ in its.states(_POLL_S):
+        for _ in run.states(_POLL_S):
             events.update(board.update())
             if not follow:
                 break
-    if as_json:
-        print_json({"run": its.name, "logdir": str(board.folder), "events": events})
-        return
-    click.echo(f"{board.folder}: {sum(events.values())} new events of {len(events)} modules")
-    click.echo(f"  → tensorboard --logdir {board.folder}", err=True)
+    if not answered({"run": run.name, "logdir": str(board.folder), "events": events}):
+        click.echo(f"{board.folder}: {sum(events.values())} new events of {len(events)} modules")
+        click.echo(f"  → tensorboard --logdir {board.folder}", err=True)

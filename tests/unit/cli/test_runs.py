@@ -26,7 +26,6 @@ from dni_runtime.run.cuts import sealed
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 from dni_runtime.worker.background import repeating
-from dnictl import status
 from dnictl.main import COMMANDS, Commands, cli, main
 from dnictl.runs import conclude
 from tests.unit.cli.conftest import Dnictl, WriteChain, ended
@@ -63,7 +62,7 @@ def test_status_until_the_end(
         if len(naps) == 3:
             ended(record, "finished", 0)
 
-    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(sleep=sleep))
     out = dnictl("status", "--watch").out
     assert naps == [2.0] * 3
     assert out.count("running") == 3
@@ -154,7 +153,7 @@ def test_the_end_is_what_has_happened_not_what_could_be_written(
     state = ended(record, "running", 0)
     state.phase, state.exit_code = phase, None  # type: ignore[assignment]
     with pytest.raises((SystemExit, WorkerError)) as error:
-        conclude(Run(record), state, as_json=False)
+        conclude(Run(record), state)
     ending = error.value
     assert (ending.code if isinstance(ending, SystemExit) else ending.exit_code) == code
     assert f"small-1: {phase}" in capsys.readouterr().out
