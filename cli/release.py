@@ -75,12 +75,13 @@ def release(
     run.check_trusted()
     chosen = run.choose_cut(cut)
     text = f"{name or run.record.chain}:{version}"
-    index = release_run(
-        store, run.record, chosen, text, tool=tool, images=images.absolute(), licence=licence
-    )
-    if not unsigned:
-        sign_release(tool, store.layout, index, key)
-    store.add(index)
+    with store.changing(tell):
+        index = release_run(
+            store, run.record, chosen, text, tool=tool, images=images.absolute(), licence=licence
+        )
+        if not unsigned:
+            sign_release(tool, store.layout, index, key)
+        store.add(index)
     _show(text, store.report(index), index)
 
 
@@ -153,7 +154,8 @@ def pull(address: str, key: Path | None, unsigned: bool, plain_http: bool) -> No
         raise UsageError("--key and --unsigned exclude each other")
     source, store, moved = Address.parse(address), Store(), _Moved("fetched")
     trust = move.Trust(None if unsigned or source.digest else find_apptainer(), key)
-    name = move.pull(store, source, Repository(source, plain_http=plain_http), trust, moved)
+    with store.changing(tell):
+        name = move.pull(store, source, Repository(source, plain_http=plain_http), trust, moved)
     tell(f"{moved}")
     index = store.find(name)
     _show(name, store.report(index), index)
@@ -189,7 +191,8 @@ def models(address: str | None, remove: str | None, plain_http: bool) -> None:
         return
     store = Store()
     if remove is not None:
-        freed = store.remove(remove)
+        with store.changing(tell):
+            freed = store.remove(remove)
         tell(f"removed {remove}: {megabytes(freed)}")
         return
     reports = {name: (index, store.report(index)) for name, index in store.releases().items()}

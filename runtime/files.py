@@ -53,14 +53,21 @@ def need_room(folder: Path, needed_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the lock of a folder (flock(2)).
 
-    Raises ``BlockingIOError`` if another process holds it, ``OSError`` without locks there.
+    If another process holds it, ``waiting`` is called, and its end awaited; None: raises
+    ``BlockingIOError``. Raises ``OSError`` without locks there.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting is None:
+                raise
+            waiting()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

@@ -58,12 +58,21 @@ class Repository:
     def fetch_document(self, layout: Layout, reference: str) -> Descriptor | None:
         """Fetch a manifest or an index by a tag or a digest; None if there is none."""
         headers = {"Accept": f"{INDEX}, {MANIFEST}"}
-        answer = self._ask("GET", f"manifests/{reference}", headers=headers, missing=True)
+        answer = self._ask(
+            "GET", f"manifests/{reference}", headers=headers, missing=True, stream=True
+        )
         if answer is None:
             return None
-        if len(answer.content) > MOST_DOCUMENT_BYTES:
-            raise ImageError(f"the manifest of {self.address} has {len(answer.content)} bytes")
-        blob = layout.add(answer.content, answer.headers.get("Content-Type", "").split(";")[0])
+        content = b""
+        with answer, self._naming_failures():
+            for chunk in answer.iter_content(1 << 16):
+                content += chunk
+                if len(content) > MOST_DOCUMENT_BYTES:
+                    raise ImageError(
+                        f"{self.address.host} sent a manifest of more than {MOST_DOCUMENT_BYTES} "
+                        f"bytes as {reference}"
+                    )
+        blob = layout.add(content, answer.headers.get("Content-Type", "").split(";")[0])
         if reference.startswith("sha256:") and blob.digest != reference:
             raise ImageError(f"{self.address.host} sent another manifest than {reference}")
         return blob

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import shutil
 import tarfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from dni_runtime.errors import ImageError, UsageError
-from dni_runtime.files import write_atomic
+from dni_runtime.files import locked, write_atomic
 from dni_runtime.image.oci import Descriptor, Layout, Manifest
 from dni_runtime.image.scratch import scratch_folder
 from dni_runtime.image.sif import copy_image
@@ -53,6 +53,18 @@ class Store:
     def of(cls, run: Path) -> Store | None:
         """Return the store that a release's run directory is in; None if it is another run's."""
         return cls() if run.parent.parent == store_folder() else None
+
+    @contextmanager
+    def changing(self, report: Callable[[str], None]) -> Iterator[None]:
+        """Let nobody else add or remove releases meanwhile, and wait until nobody does.
+
+        File systems without locks are worked on, too.
+        """
+        with ExitStack() as stack:
+            with suppress(OSError):
+                note = f"waiting for another command that changes {str(self.root)!r}"
+                stack.enter_context(locked(self.root, lambda: report(note)))
+            yield
 
     def name_of(self, run: Path) -> str:
         """Return the name of a release, by its run directory."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -16,10 +17,12 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from dni_runtime.errors import UnavailableError, UsageError
-from dni_runtime.image.oci import Layout
+from dni_runtime.errors import ImageError, UnavailableError, UsageError
+from dni_runtime.image.oci import MANIFEST, Layout
 from dni_runtime.release.names import Address
 from dni_runtime.release.registry import Repository, credentials
+from dni_runtime.release.store import Store
+from tests.conftest import eventually
 
 
 def write(path: Path, document: object) -> None:
@@ -81,6 +84,12 @@ class Registry(BaseHTTPRequestHandler):
             self.answer(200, {"tags": ["1"]}, more)
         elif url.path == "/v2/digits/tags/list":
             self.answer(200, {"tags": ["2"]})
+        elif url.path == "/v2/digits/manifests/endless":
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(bytes(1 << 20))
         else:
             self.answer(500, {"errors": [{"message": "the disk is full"}]})
 
@@ -136,6 +145,35 @@ def test_what_a_registry_says_is_passed_on(address: Address, tmp_path: Path) -> 
     write(tmp_path / "config.json", {"auths": {address.host: {"auth": "bWU6c2VjcmV0"}}})
     with pytest.raises(UnavailableError, match=r"answers 500 to GET .*: the disk is full"):
         Repository(address).fetch_document(Layout(tmp_path / "oci").create(), "1")
+
+
+def test_a_manifest_without_end_is_not_read_whole(address: Address, tmp_path: Path) -> None:
+    write(tmp_path / "config.json", {"auths": {address.host: {"auth": "bWU6c2VjcmV0"}}})
+    layout = Layout(tmp_path / "oci").create()
+    with pytest.raises(ImageError, match="sent a manifest of more than"):
+        Repository(address).fetch_document(layout, "endless")
+
+
+def test_two_commands_do_not_change_the_store_at_once(tmp_path: Path) -> None:
+    """Each reads the names, adds its own, and writes all: one of two would be lost."""
+    store, told, order = Store(tmp_path), list[str](), list[str]()
+    blob = store.layout.add(b"{}", MANIFEST)
+
+    def name(text: str) -> None:
+        with Store(tmp_path).changing(told.append):
+            order.append(text)
+            store.layout.name({text: blob})
+
+    with store.changing(told.append):
+        other = threading.Thread(target=name, args=["a:2"])
+        other.start()
+        eventually("it waits", lambda: told)
+        order.append("a:1")
+        store.layout.name({"a:1": blob})
+    other.join()
+    assert order == ["a:1", "a:2"]
+    assert told == [f"waiting for another command that changes '{tmp_path}'"]
+    assert set(store.releases()) == {"a:1", "a:2"}
 
 
 def test_a_registry_that_is_not_there_is_named() -> None:
