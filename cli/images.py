@@ -79,9 +79,9 @@ def build(
       dnictl build --locked          (the packages of images/dni.lock)
     """
     from dni_runtime.image.apptainer import find_apptainer
-    from dni_runtime.image.base import cache_folder
+    from dni_runtime.image.base import BuildOptions, cache_folder
     from dni_runtime.image.build import build_images
-    from dni_runtime.image.plan import BuildOptions, plan_build
+    from dni_runtime.image.plan import plan_build
     from dni_runtime.plan.prepare import prepare
     from dni_runtime.spec.load import naming_file
 
@@ -109,10 +109,9 @@ def build(
             if oci is not None:
                 from dni_runtime.image.oci import Layout
                 from dni_runtime.image.tarform import write_oci
-                from dni_runtime.image.wheels import host_machine
 
                 images = {name: out / one.image for name, one in result.lock.modules.items()}
-                made = write_oci(tool, images, Layout(oci), image.environment, host_machine())
+                made = write_oci(tool, images, Layout(oci), image.environment)
                 tell("\n".join(f"oci:{oci}:{name}  {one.digest}" for name, one in made.items()))
     _show_result(result, out)
 

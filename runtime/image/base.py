@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dni_runtime.errors import BuildError, DataError, ImageError, SpecError, UnavailableError
 from dni_runtime.image import apptainer, wheels
@@ -28,6 +29,29 @@ _FORMAT = 1
 _LOCAL_SOURCE = "source.sif"
 _ROLLING = ("stable", "testing", "unstable", "sid")
 """Suites that a mirror has beside those with a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    out: Path  # of the module images and of dni.lock
+    cache: Path  # of wheels and base images
+    folder: Path  # the chain's, base of relative paths in the spec
+    full: bool = False  # build each module from its own definition instead of appending a layer
+    force: bool = False  # rebuild everything
+    test: bool = True  # run the %test of images built from a definition
+    sign: bool = False
+    key: Path | None = None  # private, in PEM form; default: the user's PGP key
+    locked: bool = False  # install exactly the packages that the lock in 'out' names
+
+    @property
+    def method(self) -> Literal["layer", "full"]:
+        """How module images are made."""
+        return "full" if self.full else "layer"
+
+    @property
+    def signature(self) -> Literal["pgp", "pem"] | None:
+        """How module images are signed."""
+        return None if not self.sign else "pgp" if self.key is None else "pem"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +81,18 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 def plan_base(
     image: ImageSpec,
-    cache: Path,
+    options: BuildOptions,
     *,
-    folder: Path,  # the chain's, base of relative paths
     house: Wheelhouse | None = None,  # by default looked up in the cache
     lock: ImageLock | None = None,  # whose base image to reproduce exactly
 ) -> BasePlan:
     """Plan the base image without building or downloading anything."""
-    house = house or wheels.cached(image, cache, locked=_wheels(lock))
+    house = house or wheels.cached(image, options.cache, _wheels(lock))
     requirements = wheels.requirements_of(image)
     source = image.base.source
     local: Path | None = None
     if image.base.bootstrap == "localimage":
-        local = (folder / Path(source).expanduser()).resolve()
+        local = (options.folder / Path(source).expanduser()).resolve()
         if not local.is_file():
             raise DataError(
                 f"image.base.source: {local} is not a file",
@@ -82,11 +105,7 @@ def plan_base(
         locked_mirror = lock.base.mirror if lock is not None else None
         mirror = image.base.mirror or locked_mirror or debian_mirror(image.base)
     definition = render_base(
-        image,
-        source=source,
-        mirror=mirror,
-        requirements=requirements,
-        torch=torch,
+        image, source=source, mirror=mirror, requirements=requirements, torch=torch
     )
     if house is None:
         return BasePlan(definition, None, torch, local, None, mirror)
@@ -97,7 +116,7 @@ def plan_base(
         None if local is None else sha256_file(local),
     ]
     content = hashlib.sha256(json.dumps(document).encode()).hexdigest()
-    path = cache / "images" / f"base-{content[:16]}.sif"
+    path = options.cache / "images" / f"base-{content[:16]}.sif"
     plan = BasePlan(definition, content, torch, local, path, mirror)
     if lock is not None and lock.base.content != content:
         raise _another_base(plan, lock)
@@ -168,26 +187,22 @@ def _another_base(plan: BasePlan, lock: ImageLock) -> ImageError:
 def build_base(
     tool: Apptainer,
     image: ImageSpec,
-    cache: Path,
-    *,
-    folder: Path,  # the chain's, base of relative paths
+    options: BuildOptions,
     report: Reporter,
-    test: bool = True,  # run the image's %test
-    force: bool = False,  # even if it exists
-    lock: ImageLock | None = None,  # whose base image to reproduce exactly
+    lock: ImageLock | None,  # whose base image to reproduce exactly
 ) -> tuple[BasePlan, LockedBase]:
     """Make sure that the cache holds the base image."""
-    with _one_at_a_time(cache / "build.lock"):
-        house = wheels.prepare(image, cache, report=report, locked=_wheels(lock))
-        plan = plan_base(image, cache, folder=folder, house=house, lock=lock)
+    with _one_at_a_time(options.cache / "build.lock"):
+        house = wheels.prepare(image, options.cache, report=report, locked=_wheels(lock))
+        plan = plan_base(image, options, house=house, lock=lock)
         assert plan.image is not None
-        recorded = None if force else _recorded(plan.image)
+        recorded = None if options.force else _recorded(plan.image)
         if recorded is not None:
             report(Step("base", "same", plan.image.name))
             return plan, recorded.model_copy(update={"mirror": plan.mirror})
         report(Step("base", "start", f"building {plan.image.name} with {tool}"))
         house.check_hashes()
-        locked = _build(tool, plan, house, report=report, test=test)
+        locked = _build(tool, plan, house, report=report, test=options.test)
         size_mb = plan.image.stat().st_size / 1e6
         report(Step("base", "done", f"{plan.image.name}, {size_mb:.0f} MB"))
         return plan, locked

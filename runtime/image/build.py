@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,13 @@ from dni_runtime.errors import BuildError, DataError, UnavailableError
 from dni_runtime.files import is_full
 from dni_runtime.image import apptainer, layers, sif
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.image.base import BasePlan, build_base, plan_base
+from dni_runtime.image.base import BasePlan, BuildOptions, build_base, plan_base
 from dni_runtime.image.layers import ModuleBuild
 from dni_runtime.image.lock import ImageLock, LockedImage, read_lock, write_lock
-from dni_runtime.image.plan import BuildOptions, ModulePlan, help_of, lock_to_keep, plan_modules
+from dni_runtime.image.plan import ModulePlan, lock_to_keep, plan_modules
 from dni_runtime.image.progress import Reporter, Step, silent
 from dni_runtime.image.scratch import scratch_folder
-from dni_runtime.image.wheels import host_machine, sha256_file
+from dni_runtime.image.wheels import sha256_file
 from dni_runtime.spec import ImageSpec
 
 
@@ -58,16 +57,9 @@ def build_images(
         raise DataError(
             f"--key: {options.key} is not a file", hint="give a private key in PEM form"
         )
-    with _disk_trouble(options):
-        return _build(modules, image, options, tool, report)
-
-
-@contextlib.contextmanager
-def _disk_trouble(options: BuildOptions) -> Iterator[None]:
-    """Report a full disk or a read-only folder as an error instead of a bug."""
     try:
-        yield
-    except OSError as error:
+        return _build(modules, image, options, tool, report)
+    except OSError as error:  # a full disk, or a read-only folder
         raise BuildError(
             f"{error.filename or options.out}: {error.strerror or error}",
             hint=apptainer.room_hint(options.out)
@@ -86,21 +78,11 @@ def _build(
     old = read_lock(options.out)
     keep = lock_to_keep(old, options)
     options.out.mkdir(parents=True, exist_ok=True)
-    base_plan = plan_base(image, options.cache, folder=options.folder, lock=keep)
-    plan = plan_modules(modules, base_plan, old, options)
-    locked_base = old.base if old is not None else None
+    plan = plan_modules(modules, plan_base(image, options, lock=keep), old, options)
     base: BasePlan | None = None
-    if options.force or any(p.reason for p in plan) or locked_base is None:
-        base, locked_base = build_base(
-            tool,
-            image,
-            options.cache,
-            folder=options.folder,
-            report=report,
-            test=options.test,
-            force=options.force,
-            lock=keep,
-        )
+    locked_base = None if old is None else old.base
+    if locked_base is None or any(p.reason for p in plan):
+        base, locked_base = build_base(tool, image, options, report, keep)
         plan = plan_modules(modules, base, old, options)
 
     lock = ImageLock(
@@ -155,10 +137,21 @@ def _make(
             assert base is not None
             assert base.image is not None
             layers.write_layer(plan.files, scratch / "layer")
-            if options.full:
-                _build_full(tool, plan, base.image, scratch, image, options, report)
+            if plan.definition is not None:
+                (scratch / "base.sif").symlink_to(base.image)
+                (scratch / "module.def").write_text(plan.definition, encoding="utf-8")
+                apptainer.stream(
+                    apptainer.build_argv(tool, image.name, "module.def", test=options.test),
+                    what=f"building the image of module {name!r}",
+                    on_line=lambda line: report(Step(name, "line", line)),
+                    cwd=scratch,
+                    log=options.out / f"{name}.log",
+                )
             else:
-                _append(tool, plan, base.image, scratch, image)
+                layers.pack_layer(scratch / "layer", scratch / "layer.sqfs")
+                sif.copy_image(base.image, image)
+                sif.append_layer(tool, image, scratch / "layer.sqfs")
+                sif.relabel(tool, image, plan.module.labels, plan.module.help, scratch=scratch)
         if options.sign:
             sign(tool, image, key=options.key)
         image.chmod(0o644)
@@ -177,34 +170,6 @@ def _make(
             hashlib.sha256(plan.definition.encode()).hexdigest() if plan.definition else None
         ),
         signed=options.signature,
-    )
-
-
-def _append(tool: Apptainer, plan: ModulePlan, base: Path, scratch: Path, image: Path) -> None:
-    layers.pack_layer(scratch / "layer", scratch / "layer.sqfs")
-    sif.copy_image(base, image)
-    sif.append_layer(tool, image, scratch / "layer.sqfs", machine=host_machine())
-    sif.relabel(tool, image, plan.module.labels, help_of(plan.module), scratch=scratch)
-
-
-def _build_full(
-    tool: Apptainer,
-    plan: ModulePlan,
-    base: Path,
-    scratch: Path,
-    image: Path,
-    options: BuildOptions,
-    report: Reporter,
-) -> None:
-    assert plan.definition is not None
-    (scratch / "base.sif").symlink_to(base)
-    (scratch / "module.def").write_text(plan.definition, encoding="utf-8")
-    apptainer.stream(
-        apptainer.build_argv(tool, image.name, "module.def", test=options.test),
-        what=f"building the image of module {plan.module.name!r}",
-        on_line=lambda line: report(Step(plan.module.name, "line", line)),
-        cwd=scratch,
-        log=options.out / f"{plan.module.name}.log",
     )
 
 

@@ -103,17 +103,3 @@ def render_module(labels: Mapping[str, str], help_text: str) -> str:
         label_prefix=LABEL_PREFIX,
         help=help_text.splitlines(),
     )
-
-
-def module_help(chain: str, module: str, *, runtime_version: str, image: str) -> str:
-    """Return the help text of a module's image: how to use it by hand."""
-    return f"""\
-Module {module!r} of the DNI chain {chain!r}, served by dni-runtime {runtime_version}.
-
-apptainer run {image} --help       the worker's arguments
-apptainer test {image}             build the module, one forward and one backward pass
-apptainer inspect {image}          labels (prefix {LABEL_PREFIX})
-
-The module's spec is /opt/dni/module.json, the user's sources are in /opt/dni/src, the runtime is in
-/opt/dni/runtime. A run's folder is mounted at /dni/run, the data at /dni/data.
-"""

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from dni_runtime.errors import SpecError, UnavailableError
 from dni_runtime.image import apptainer
+from dni_runtime.image.definition import LABEL_PREFIX
 
 ROOT = "opt/dni"
 MODULE_JSON = f"{ROOT}/module.json"
@@ -56,6 +57,21 @@ class ModuleBuild:
             "runtime-version": self.runtime_version,
             "wire-protocol": self.wire_protocol,
         }
+
+    @property
+    def help(self) -> str:
+        """The text that ``apptainer run-help`` prints: how to use the image by hand."""
+        image = f"{self.name}.sif"
+        return f"""\
+Module {self.name!r} of the DNI chain {self.chain!r}, served by dni-runtime {self.runtime_version}.
+
+apptainer run {image} --help       the worker's arguments
+apptainer test {image}             build the module, one forward and one backward pass
+apptainer inspect {image}          labels (prefix {LABEL_PREFIX})
+
+The module's spec is /opt/dni/module.json, the user's sources are in /opt/dni/src, the runtime is in
+/opt/dni/runtime. A run's folder is mounted at /dni/run, the data at /dni/data.
+"""
 
 
 @functools.cache
@@ -151,6 +167,5 @@ def pack_layer(root: Path, target: Path) -> None:
         raise UnavailableError(
             "mksquashfs is not installed", hint="install the package squashfs-tools"
         )
-    apptainer.stream(
-        squashfs_argv(program, root, target), what="packing a module's layer", environ=environ
-    )
+    argv = squashfs_argv(program, root, target)
+    apptainer.stream(argv, what="packing a module's layer", environ=environ)

@@ -41,6 +41,11 @@ class _Document(BaseModel):
     model_config = ConfigDict(
         frozen=True, alias_generator=to_camel, populate_by_name=True, extra="ignore"
     )
+    artifact_type: str | None = None
+    annotations: dict[str, str] | None = None
+
+    def note(self, name: str) -> str | None:
+        return (self.annotations or {}).get(name)
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> Self:
@@ -64,11 +69,6 @@ class Descriptor(_Document):
     media_type: str
     digest: Digest
     size: int = Field(ge=0)
-    artifact_type: str | None = None
-    annotations: dict[str, str] | None = None
-
-    def note(self, name: str) -> str | None:
-        return (self.annotations or {}).get(name)
 
 
 class Manifest(_Document):
@@ -76,10 +76,8 @@ class Manifest(_Document):
 
     schema_version: Literal[2] = 2
     media_type: Literal["application/vnd.oci.image.manifest.v1+json"] = MANIFEST
-    artifact_type: str | None = None
     config: Descriptor
     layers: tuple[Descriptor, ...]
-    annotations: dict[str, str] | None = None
 
 
 class Index(_Document):
@@ -87,9 +85,7 @@ class Index(_Document):
 
     schema_version: Literal[2] = 2
     media_type: Literal["application/vnd.oci.image.index.v1+json"] = INDEX
-    artifact_type: str | None = None
     manifests: tuple[Descriptor, ...]
-    annotations: dict[str, str] | None = None
 
 
 class Layout:

@@ -11,41 +11,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from dni_runtime.errors import DataError
 from dni_runtime.image import layers
-from dni_runtime.image.base import BasePlan, plan_base
-from dni_runtime.image.definition import module_help, render_module
+from dni_runtime.image.base import BasePlan, BuildOptions, plan_base
+from dni_runtime.image.definition import render_module
 from dni_runtime.image.layers import ModuleBuild
 from dni_runtime.image.lock import LOCK_NAME, ImageLock, LockedImage, read_lock
 from dni_runtime.image.wheels import sha256_file
 from dni_runtime.spec import ImageSpec
 
 _FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    out: Path  # of the module images and of dni.lock
-    cache: Path  # of wheels and base images
-    folder: Path  # the chain's, base of relative paths in the spec
-    full: bool = False  # build each module from its own definition instead of appending a layer
-    force: bool = False  # rebuild everything
-    test: bool = True  # run the %test of images built from a definition
-    sign: bool = False
-    key: Path | None = None  # private, in PEM form; default: the user's PGP key
-    locked: bool = False  # install exactly the packages that the lock in 'out' names
-
-    @property
-    def method(self) -> Literal["layer", "full"]:
-        """How module images are made."""
-        return "full" if self.full else "layer"
-
-    @property
-    def signature(self) -> Literal["pgp", "pem"] | None:
-        """How module images are signed."""
-        return None if not self.sign else "pgp" if self.key is None else "pem"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +45,7 @@ def plan_build(
 ) -> BuildPlan:
     """Plan a build without downloading, building or writing anything."""
     old = read_lock(options.out)
-    base = plan_base(image, options.cache, folder=options.folder, lock=lock_to_keep(old, options))
+    base = plan_base(image, options, lock=lock_to_keep(old, options))
     return BuildPlan(base, plan_modules(modules, base, old, options))
 
 
@@ -93,7 +69,7 @@ def plan_modules(
     plans = []
     for module in modules:
         files = layers.layer_files(module, runtime)
-        definition = render_module(module.labels, help_of(module)) if options.full else None
+        definition = render_module(module.labels, module.help) if options.full else None
         content = None
         if base.content is not None:
             document = [
@@ -130,13 +106,3 @@ def _reason(content: str | None, locked: LockedImage | None, out: Path) -> str |
     ):
         return "altered since it was built"
     return None
-
-
-def help_of(module: ModuleBuild) -> str:
-    """Return the text that ``apptainer run-help`` prints for a module's image."""
-    return module_help(
-        module.chain,
-        module.name,
-        runtime_version=module.runtime_version,
-        image=f"{module.name}.sif",
-    )

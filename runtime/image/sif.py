@@ -22,6 +22,7 @@ from dni_runtime.image import apptainer
 from dni_runtime.image.apptainer import Apptainer, sif_argv
 from dni_runtime.image.definition import LABEL_PREFIX
 from dni_runtime.image.layers import MODULE_JSON
+from dni_runtime.image.wheels import host_machine
 
 _ARCHITECTURES = {
     "i686": 1, "x86_64": 2, "armv7l": 3, "aarch64": 4, "ppc64": 5, "ppc64le": 6, "s390x": 11,
@@ -85,16 +86,14 @@ def objects(tool: Apptainer, image: Path) -> list[SifObject]:
         raise ImageError(f"{image} is not a SIF image: {last}") from error
 
 
-def append_layer(
-    tool: Apptainer, image: Path, layer: Path, *, machine: str, system: bool = False
-) -> None:
+def append_layer(tool: Apptainer, image: Path, layer: Path, *, system: bool = False) -> None:
     """Append a squashfs file as an overlay partition, which Apptainer mounts over the base.
 
     ``system``: it is the base of a new image.
     """
-    architecture = _ARCHITECTURES.get(machine)
+    architecture = _ARCHITECTURES.get(host_machine())
     if architecture is None:
-        raise BuildError(f"no SIF architecture is known for {machine!r}", hint="use --full")
+        raise BuildError(f"no SIF architecture is known for {host_machine()!r}", hint="use --full")
     argv = sif_argv(
         tool, "add", "--datatype", _PARTITION, "--partfs", _SQUASHFS,
         "--parttype", _SYSTEM if system else _OVERLAY,
@@ -140,11 +139,16 @@ def content(image: Path, part: SifObject) -> Iterator[bytes]:
 
 def metadata(tool: Apptainer, image: Path) -> bytes | None:
     """Return the labels and the help that an image's build wrote; None if it wrote none."""
-    ids = [o.id for o in objects(tool, image) if o.type.startswith(_METADATA_TYPE)]
-    if not ids:
+    id = _metadata_id(tool, image)
+    if id is None:
         return None
-    argv = sif_argv(tool, "dump", str(ids[0]), str(image.absolute()))
+    argv = sif_argv(tool, "dump", id, str(image.absolute()))
     return apptainer.capture_bytes(argv, what="reading the labels")
+
+
+def _metadata_id(tool: Apptainer, image: Path) -> str | None:
+    ids = [str(o.id) for o in objects(tool, image) if o.type.startswith(_METADATA_TYPE)]
+    return ids[0] if ids else None
 
 
 def edit_metadata(document: dict[str, Any], labels: Mapping[str, str], help_text: str) -> None:
@@ -165,11 +169,9 @@ def relabel(
     each build, ``inspect`` and ``run-help`` read only that. Return False if the image has no such
     object (built by an old Singularity), or not in the expected form.
     """
-    ids = [o.id for o in objects(tool, image) if o.type.startswith(_METADATA_TYPE)]
-    if not ids:
+    id, text = _metadata_id(tool, image), metadata(tool, image)
+    if id is None or text is None:
         return False
-    id_ = str(ids[0])
-    text = apptainer.capture(sif_argv(tool, "dump", id_, str(image)), what="reading the labels")
     try:
         document = json.loads(text)
         edit_metadata(document, labels, help_text)
@@ -177,7 +179,7 @@ def relabel(
         return False
     path = scratch / METADATA
     path.write_text(json.dumps(document, indent="\t"), encoding="utf-8")
-    apptainer.capture(sif_argv(tool, "del", id_, str(image)), what="replacing the labels")
+    apptainer.capture(sif_argv(tool, "del", id, str(image)), what="replacing the labels")
     add_json(tool, image, path)
     with contextlib.suppress(OSError):
         path.unlink()

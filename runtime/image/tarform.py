@@ -23,6 +23,7 @@ from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.definition import LABEL_PREFIX
 from dni_runtime.image.oci import MANIFEST, Descriptor, Layout, Manifest
 from dni_runtime.image.scratch import scratch_folder
+from dni_runtime.image.wheels import host_machine
 
 CONFIG = "application/vnd.oci.image.config.v1+json"
 LAYER = "application/vnd.oci.image.layer.v1.tar+gzip"
@@ -44,7 +45,6 @@ def write_oci(
     images: dict[str, Path],  # by the name in the layout
     layout: Layout,
     environment: dict[str, str],  # of the chain's ``image.environment``
-    machine: str,
 ) -> dict[str, Descriptor]:
     """Write SIF images into a layout; return the manifest of each.
 
@@ -65,7 +65,7 @@ def write_oci(
         ]
         labels = sif.read_labels(tool, image)
         config = {
-            "architecture": _ARCHITECTURES.get(machine, machine),
+            "architecture": _ARCHITECTURES.get(host_machine(), host_machine()),
             "os": "linux",
             "config": {
                 "Entrypoint": [_PYTHON, "-m", "dni_runtime.worker"],

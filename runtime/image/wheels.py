@@ -181,15 +181,11 @@ def read_wheelhouse(folder: Path) -> Wheelhouse | None:
 
 
 def cached(
-    image: ImageSpec,
-    cache: Path,
-    *,
-    machine: str | None = None,
-    locked: Sequence[Wheel] | None = None,
+    image: ImageSpec, cache: Path, locked: Sequence[Wheel] | None = None
 ) -> Wheelhouse | None:
     """Return the image's wheels, or the ``locked`` ones, if they were downloaded before."""
     requirements = requirements_of(image)
-    target = Target(image.base.python, machine or host_machine())
+    target = Target(image.base.python, host_machine())
     for names in (None,) if locked is None else (None, locked):
         key = cache_key(requirements, image.torch_index, target, names)
         house = read_wheelhouse(cache / "wheels" / key)
@@ -203,11 +199,10 @@ def prepare(
     cache: Path,
     *,
     report: Reporter,
-    machine: str | None = None,  # the images' machine type; default: this host's
     locked: Sequence[Wheel] | None = None,  # exactly these, by hash; nothing is resolved
 ) -> Wheelhouse:
     """Download the image's wheels to ``wheels/<key>`` in the cache, or find them there."""
-    if (wheelhouse := cached(image, cache, machine=machine, locked=locked)) is not None:
+    if (wheelhouse := cached(image, cache, locked)) is not None:
         report(Step("wheels", "same", f"{len(wheelhouse.wheels)} wheels"))
         return wheelhouse
     if importlib.util.find_spec("pip") is None:
@@ -216,7 +211,7 @@ def prepare(
             hint=f"run: {sys.executable} -m ensurepip",
         )
     requirements = requirements_of(image)
-    target = Target(image.base.python, machine or host_machine())
+    target = Target(image.base.python, host_machine())
     final = cache / "wheels" / cache_key(requirements, image.torch_index, target, locked)
     final.parent.mkdir(parents=True, exist_ok=True)
     report(Step("wheels", "start", f"downloading for Python {target.python}, {target.machine}"))

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from dni_runtime.release.names import MODULE, TITLE
 from dni_runtime.release.store import Store
 from dni_runtime.run.rundir import RunDir
 
@@ -31,12 +30,10 @@ def _facts(store: Store, name: str) -> Iterator[tuple[str, str]]:
     report = store.report(index).model_dump(mode="json", exclude={"name", "version", "modules"})
     yield from _flat(report, ())
     yield from _flat(json.loads(RunDir(store.folder(name)).chain.read_bytes()), ("chain",))
-    for manifest in store.layout.manifests(index)[1]:
-        if manifest.artifact_type == MODULE:
-            module = (manifest.annotations or {})[TITLE]
-            for layer in manifest.layers:
-                kind = layer.media_type.split(".")[-3]
-                yield f"image of {module}: {kind}", layer.digest[:_SHORT]
+    for module, manifest in store.parts(index)[0].items():
+        for layer in manifest.layers:
+            kind = layer.media_type.split(".")[-3]
+            yield f"image of {module}: {kind}", layer.digest[:_SHORT]
 
 
 def _flat(document: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:

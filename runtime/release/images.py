@@ -12,7 +12,7 @@ from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.lock import LOCK_NAME, ImageLock, write_lock
 from dni_runtime.image.oci import Manifest
 from dni_runtime.image.wheels import host_machine, sha256_file
-from dni_runtime.release.names import BASE, LAYER, MODULE, RECORD, TITLE, WEIGHTS
+from dni_runtime.release.names import BASE, LAYER, TITLE, WEIGHTS
 from dni_runtime.release.store import IMAGES, Store
 from dni_runtime.worker.start import IMAGE_SERVING
 
@@ -28,11 +28,7 @@ def assembled(tool: Apptainer, store: Store, text: str) -> Path:
     machine = store.report(index).machine
     if machine != host_machine():
         raise ImageError(f"the images of {text} are for {machine}; this host is {host_machine()}")
-    _, manifests = store.layout.manifests(index)
-    modules = {
-        (one.annotations or {})[TITLE]: one for one in manifests if one.artifact_type == MODULE
-    }
-    (record,) = (one for one in manifests if one.artifact_type == RECORD)
+    modules, record = store.parts(index)
     (written,) = (one for one in record.layers if one.note(TITLE) == LOCK_NAME)
     lock = ImageLock.model_validate_json(store.layout.read(written))
     with store.scratch() as scratch:
@@ -56,7 +52,7 @@ def assembled(tool: Apptainer, store: Store, text: str) -> Path:
 
 
 def _image(tool: Apptainer, store: Store, manifest: Manifest, target: Path) -> Path:
-    layout, machine = store.layout, host_machine()
+    layout = store.layout
     blobs = {one.media_type: one for one in manifest.layers}
     config = json.loads(layout.read(manifest.config))
     with store.scratch() as scratch:
@@ -68,9 +64,9 @@ def _image(tool: Apptainer, store: Store, manifest: Manifest, target: Path) -> P
         layers.write_layer(files, scratch / "layer")
         layers.pack_layer(scratch / "layer", weights)
         sif.new_image(tool, image)
-        sif.append_layer(tool, image, layout.checked(blobs[BASE]), machine=machine, system=True)
+        sif.append_layer(tool, image, layout.checked(blobs[BASE]), system=True)
         for layer in (layout.checked(blobs[LAYER]), weights):
-            sif.append_layer(tool, image, layer, machine=machine)
+            sif.append_layer(tool, image, layer)
         if config["metadata"] is not None:
             document = scratch / sif.METADATA
             document.write_text(json.dumps(config["metadata"], indent="\t"), encoding="utf-8")

@@ -15,8 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
-
 from dni_runtime.core.export import LAYERS_PREFIX, trained_tensors
 from dni_runtime.errors import ImageError, UsageError
 from dni_runtime.files import opened, write_atomic, write_json
@@ -43,12 +41,13 @@ from dni_runtime.release.names import (
 )
 from dni_runtime.release.report import Report, report_of
 from dni_runtime.release.store import Store
-from dni_runtime.run.cuts import read_document, sealed, tensors_file
+from dni_runtime.run.cuts import read_document, tensors_file
 from dni_runtime.run.documents.exits import Exits
 from dni_runtime.run.documents.metrics import parse_evaluation
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec.replicas import replicas_of, tails_of
+from dni_runtime.worker.checkpoint import write_part
 
 _KEPT = ("format", "module", "hash", "version", "cut", "epoch", "epochs_ended", "finite", "over")
 
@@ -82,7 +81,7 @@ def _stage(record: Record, cut: int, root: Path, release: str) -> None:
     run, target = record.run, RunDir(root)
     chain, workers = record.specs()
     root.mkdir()
-    for folder in ("specs", "src", "metrics", f"checkpoints/{cut:012d}"):
+    for folder in ("specs", "src", "metrics"):
         (root / folder).mkdir(parents=True)
     replicas = replicas_of(record.modules)
     states = {
@@ -96,12 +95,10 @@ def _stage(record: Record, cut: int, root: Path, release: str) -> None:
         alone = worker.model_copy(update={"replicas": 1, "elastic": {}, "peers": ()})
         write_atomic(target.spec(module), alone.to_json())
         tensors = trained_tensors(worker, states).items()
-        data = save({LAYERS_PREFIX + key: tensor.contiguous() for key, tensor in tensors})
+        state = {LAYERS_PREFIX + key: tensor.contiguous() for key, tensor in tensors}
         part = read_document(run.checkpoint(cut, replicas[module][0]))
-        document = {key: part[key] for key in _KEPT if key in part}
-        document |= {"step": step, "bytes": len(data)}
-        write_atomic(tensors_file(target.checkpoint(cut, module)), data)
-        write_atomic(root / f"checkpoints/{cut:012d}/{module}.json", sealed(data, document))
+        document = {key: part[key] for key in _KEPT if key in part} | {"step": step}
+        write_part(target, module, (state, document))
     if run.sources.is_dir():
         compiled = shutil.ignore_patterns("__pycache__")  # it names paths
         shutil.copytree(run.sources, target.sources, dirs_exist_ok=True, ignore=compiled)

@@ -10,7 +10,6 @@ from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.lock import read_lock
 from dni_runtime.image.oci import INDEX, MANIFEST, Descriptor, Index, Layout, Manifest
 from dni_runtime.image.tarform import write_oci
-from dni_runtime.image.wheels import host_machine
 from dni_runtime.release.images import assembled
 from dni_runtime.release.names import TITLE, Address, parse_local
 from dni_runtime.release.registry import Progress, Repository
@@ -37,22 +36,25 @@ def push(
     index, version = store.find(text), parse_local(text)[1]
     if address.digest is not None:
         raise UsageError("a push has no digest", hint=f"oci://HOST/NAME:{version}")
-    tag = address.tag or version
-    _check_tag(store.layout, repository, tag, index)
-    layout = store.layout
+    layout, tag = store.layout, address.tag or version
     signature = layout.names().get(signature_name(index))
-    if signature is not None:
-        for blob in layout.blobs(signature):
-            repository.send(layout, blob, progress)
-    for blob in layout.blobs(index):
+    _check_tag(layout, repository, tag, index)
+    if signature is not None:  # before the release can be found
+        _send(layout, repository, signature_name(index), signature, progress)
+    _send(layout, repository, tag, index, progress)
+    return replace(address, tag=tag, digest=index.digest)
+
+
+def _send(
+    layout: Layout, repository: Repository, tag: str, root: Descriptor, progress: Progress
+) -> None:
+    """Send an index or a manifest with all that it needs, and name it."""
+    for blob in layout.blobs(root):
         if blob.media_type == MANIFEST:
             repository.send_document(layout, blob, blob.digest)
         else:
             repository.send(layout, blob, progress)
-    if signature is not None:  # before the release can be found
-        repository.send_document(layout, signature, signature_name(index))
-    repository.send_document(layout, index, tag)
-    return replace(address, tag=tag, digest=index.digest)
+    repository.send_document(layout, root, tag)
 
 
 def _check_tag(layout: Layout, repository: Repository, tag: str, ours: Descriptor) -> None:
@@ -104,13 +106,11 @@ def push_oci(
     repository = Repository(target, plain_http=plain_http)
     with store.scratch() as scratch:
         layout, environment = Layout(scratch), chain.image_to_build.environment
-        made = write_oci(tool, modules, layout, environment, host_machine())
+        made = write_oci(tool, modules, layout, environment)
         for module, manifest in made.items():
             tag = f"{address.tag or parse_local(text)[1]}-{module}"
             _check_tag(layout, repository, tag, manifest)
-            for blob in layout.blobs(manifest):
-                repository.send(layout, blob, progress)
-            repository.send_document(layout, manifest, tag)
+            _send(layout, repository, tag, manifest, progress)
             sent[module] = replace(target, digest=manifest.digest)
     return sent
 

@@ -25,6 +25,7 @@ from dni_runtime.release.names import (
     parse_local,
 )
 from dni_runtime.release.report import Report
+from dni_runtime.release.signature import signature_name
 from dni_runtime.run.cuts import cut_folders, tensors_file, verify
 from dni_runtime.run.record import Record
 from dni_runtime.run.releases import store_folder
@@ -99,13 +100,25 @@ class Store:
 
     def report(self, index: Descriptor) -> Report:
         """Return what a release says of itself."""
-        _, manifests = self.layout.manifests(index)
-        return Report.model_validate_json(self.layout.read(_layer(_record(manifests), REPORT)))
+        _, record = self.parts(index)
+        return Report.model_validate_json(self.layout.read(_layer(record, REPORT)))
+
+    def parts(self, index: Descriptor) -> tuple[dict[str, Manifest], Manifest]:
+        """Return what a release consists of: the manifest of each module, and that of the run."""
+        modules, record = dict[str, Manifest](), None
+        for manifest in self.layout.manifests(index)[1]:
+            if manifest.artifact_type == MODULE:
+                modules[manifest.note(TITLE) or ""] = manifest
+            elif manifest.artifact_type == RECORD:
+                record = manifest
+        if record is None:
+            raise ImageError("this is no release: it has no run", hint="'dnictl release' makes one")
+        return modules, record
 
     def check_new(self, index: Descriptor) -> tuple[str, bool]:
         """Return the name that a release has, and whether it is not yet there."""
-        notes = self.layout.manifests(index)[0].annotations or {}
-        text = f"{notes.get(TITLE)}:{notes.get(VERSION)}"
+        said, _ = self.layout.manifests(index)
+        text = f"{said.note(TITLE)}:{said.note(VERSION)}"
         parse_local(text)
         there = self.releases().get(text)
         if there is not None and there.digest != index.digest:
@@ -128,7 +141,7 @@ class Store:
 
     def add(self, index: Descriptor) -> str:
         """Check all of a release, unpack it, and give it the name that it says; return that."""
-        _, manifests = self.layout.manifests(index)
+        modules, record = self.parts(index)
         text, new = self.check_new(index)
         name, _ = parse_local(text)
         for blob in self.layout.blobs(index):
@@ -141,7 +154,7 @@ class Store:
             return text
         with self.scratch() as scratch:
             root = scratch / "run"
-            self._unpack(manifests, root)
+            self._unpack(modules, record, root)
             (self.root / name).mkdir(exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)
             root.rename(target)
@@ -169,37 +182,24 @@ class Store:
                 )
         shutil.rmtree(users, ignore_errors=True)
         shutil.rmtree(self.folder(text), ignore_errors=True)
-        signature = f"{index.digest.replace(':', '-')}.sig"
-        self.layout.name({text: None, signature: None})
+        self.layout.name({text: None, signature_name(index): None})
         return self.layout.collect()
 
-    def _unpack(self, manifests: tuple[Manifest, ...], root: Path) -> None:
+    def _unpack(self, modules: dict[str, Manifest], written: Manifest, root: Path) -> None:
         run = RunDir(root)
         run.create()
-        blob = _layer(_record(manifests), RUN)
+        blob = _layer(written, RUN)
         if blob.size > MOST_RUN_BYTES:
             raise ImageError(f"the run of the release has {blob.size} bytes")
         _extract(b"".join(self.layout.chunks(blob)), root)
         record = Record.read(root)
         cuts = list(cut_folders(run))
-        modules = {
-            (one.annotations or {}).get(TITLE, ""): one
-            for one in manifests
-            if one.artifact_type == MODULE
-        }
         if len(cuts) != 1 or set(modules) != set(record.modules):
             raise ImageError("the release and its run have different modules")
         for module, manifest in modules.items():
             weights = self.layout.path(_layer(manifest, WEIGHTS).digest)
             copy_image(weights, tensors_file(run.checkpoint(cuts[0], module)))
         verify(run, cuts[0], record.modules)
-
-
-def _record(manifests: tuple[Manifest, ...]) -> Manifest:
-    for manifest in manifests:
-        if manifest.artifact_type == RECORD:
-            return manifest
-    raise ImageError("this is no release: it has no run", hint="'dnictl release' makes one")
 
 
 def _layer(manifest: Manifest, media_type: str) -> Descriptor:

@@ -21,7 +21,6 @@ from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.image.check import inspect_image
 from dni_runtime.image.layers import pack_layer
 from dni_runtime.image.lock import read_lock
-from dni_runtime.image.wheels import host_machine
 from dni_runtime.plan.host import check_images
 from dni_runtime.plan.prepare import prepare
 from tests.e2e.conftest import Dnictl, need, run
@@ -186,7 +185,7 @@ def test_nothing_of_an_image_is_run_before_it_is_trusted(
     copy.mkdir()
     image = copy / "tail.sif"
     sif.copy_image(images / "tail.sif", image)
-    sif.append_layer(tool, image, tmp_path / "layer.sqfs", machine=host_machine())
+    sif.append_layer(tool, image, tmp_path / "layer.sqfs")
     labels = next(o.id for o in sif.objects(tool, image) if o.type == "JSON.Generic")
     apptainer.capture(apptainer.sif_argv(tool, "del", str(labels), str(image)), what="deleting")
     run([tool.path, "exec", image, "cat"])

@@ -29,7 +29,7 @@ def image_of(tool: Apptainer, path: Path, *layers: str) -> Path:
         (root / "opt/dni").mkdir(parents=True)
         (root / "opt/dni" / word).write_text(word)
         pack_layer(root, path.with_suffix(".sqfs"))
-        sif.append_layer(tool, path, path.with_suffix(".sqfs"), machine="x86_64")
+        sif.append_layer(tool, path, path.with_suffix(".sqfs"))
     return path
 
 
@@ -39,7 +39,7 @@ def test_modules_share_the_base(tool: Apptainer, tmp_path: Path) -> None:
         name: image_of(tool, tmp_path / f"{name}.sif", "base", name) for name in ("bottom", "top")
     }
     layout = Layout(tmp_path / "layout")
-    made = write_oci(tool, images, layout, {"A": "b c"}, "x86_64")
+    made = write_oci(tool, images, layout, {"A": "b c"})
     assert layout.names().keys() == {"bottom", "top"}
     manifests = {name: Manifest.parse(layout.read(one), name) for name, one in made.items()}
     bottom, top = manifests["bottom"].layers, manifests["top"].layers
@@ -56,7 +56,7 @@ def test_modules_share_the_base(tool: Apptainer, tmp_path: Path) -> None:
         assert {(one.uid, one.gid, one.mtime) for one in members.values()} == {(0, 0, 0)}
         unpacked = gzip.decompress(layout.path(layer.digest).read_bytes())
         assert diff_id == f"sha256:{hashlib.sha256(unpacked).hexdigest()}"
-    again = write_oci(tool, images, Layout(tmp_path / "again"), {"A": "b c"}, "x86_64")
+    again = write_oci(tool, images, Layout(tmp_path / "again"), {"A": "b c"})
     assert again == made, "the same images, the same digests"
 
 
@@ -64,7 +64,7 @@ def test_skopeo_reads_and_copies_it(tool: Apptainer, tmp_path: Path) -> None:
     skopeo = need("skopeo")
     layout = tmp_path / "layout"
     image = image_of(tool, tmp_path / "top.sif", "base", "top")
-    write_oci(tool, {"top": image}, Layout(layout), {}, "x86_64")
+    write_oci(tool, {"top": image}, Layout(layout), {})
     argv = [skopeo, "copy", "--insecure-policy", f"oci:{layout}:top", f"dir:{tmp_path / 'copy'}"]
     subprocess.run(argv, check=True)  # it compares all digests
     copied = json.loads((tmp_path / "copy" / "manifest.json").read_text())

@@ -14,6 +14,7 @@ import pytest
 from dni_runtime.errors import BuildError, DataError, ImageError, UnavailableError
 from dni_runtime.image import base, build, check, plan, wheels
 from dni_runtime.image.apptainer import Apptainer
+from dni_runtime.image.base import BuildOptions
 from dni_runtime.image.layers import ModuleBuild
 from dni_runtime.image.lock import (
     ImageLock,
@@ -23,7 +24,6 @@ from dni_runtime.image.lock import (
     read_lock,
     write_lock,
 )
-from dni_runtime.image.plan import BuildOptions
 from dni_runtime.image.wheels import Wheelhouse
 from dni_runtime.spec import BaseSpec, ImageSpec
 
@@ -152,7 +152,7 @@ def test_base_hash_follows_definition_and_wheels(
 ) -> None:
     def content(spec: ImageSpec, wheel: Wheel = WHEEL) -> str | None:
         house = Wheelhouse(tmp_path, (wheel,))
-        return base.plan_base(spec, options.cache, folder=tmp_path, house=house).content
+        return base.plan_base(spec, options, house=house).content
 
     first = content(image)
     assert first == content(image)

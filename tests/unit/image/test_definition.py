@@ -7,7 +7,8 @@ import re
 import pytest
 
 from dni_runtime.errors import SpecError
-from dni_runtime.image.definition import module_help, render_base, render_module
+from dni_runtime.image.definition import render_base, render_module
+from dni_runtime.image.layers import ModuleBuild
 from dni_runtime.spec import BaseSpec, ImageSpec
 
 SECTIONS = ["files", "post", "environment", "runscript", "startscript", "test", "labels", "help"]
@@ -103,8 +104,8 @@ def test_requirements_and_source_cannot_leave_their_place() -> None:
 
 
 def test_module_definition() -> None:
-    help_text = module_help("fashion", "head", runtime_version="0.1.0", image="head.sif")
-    text = render_module({"module": "head", "chain": "fashion"}, help_text)
+    module = ModuleBuild("head", "fashion", "{}", "0" * 64, {}, "0.1.0", "3")
+    text = render_module({"module": "head", "chain": "fashion"}, module.help)
     assert text.splitlines()[:2] == ["Bootstrap: localimage", "From: base.sif"]
     assert sections(text) == ["files", "labels", "help"]
     assert "    io.dni-runtime.chain fashion\n    io.dni-runtime.module head\n" in text
