@@ -13,7 +13,7 @@ from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.image.apptainer import Mount
 from dni_runtime.plan.host import infiniband_mounts
 from dni_runtime.plan.placement import link_kinds, needs_of
-from dni_runtime.plan.plan import LaunchPlan, WorkerPlan
+from dni_runtime.plan.plan import LaunchPlan
 from dni_runtime.plan.prepare import CheckedChain, importing_from
 from dni_runtime.plan.settings import StartRequest, make_plan
 from dni_runtime.run.documents.records import JobRecord
@@ -24,7 +24,6 @@ from dni_runtime.schedulers.slurm.profiles import load_profile
 from dni_runtime.schedulers.slurm.script import JobRequest
 from dni_runtime.schedulers.slurm.steps import step_args
 from dni_runtime.schedulers.slurm.submit import job_record, make_request
-from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.profile import ProfileSpec
 
 _CLEAN_TIMEOUT_S = 30.0
@@ -81,7 +80,11 @@ def plan_in_allocation(request: StartRequest) -> LaunchPlan:
     profile, mounts = job.settings, site.mounts
     if site.backend == "apptainer":
         # checked on this node, the first; the nodes of one job are alike
-        mounts = (*mounts, *infiniband_mounts(chain.infiniband), *bind_mounts(profile))
+        binds = ((bind.removesuffix(":ro"), bind.endswith(":ro")) for bind in profile.binds)
+        mounts = (
+            *(*mounts, *infiniband_mounts(chain.infiniband)),
+            *(Mount(path, path, read_only=read_only) for path, read_only in binds),
+        )
     kinds = link_kinds(chain, workers, profile.interface, job.nodes)
     interface = chain.links.interface or profile.interface
     site = replace(
@@ -95,8 +98,21 @@ def plan_in_allocation(request: StartRequest) -> LaunchPlan:
         scratch=os.environ.get("DNI_SCRATCH", ""),
     )
     settings = replace(settings, log_level=job.log_level)
-    plan = make_plan(replace(request, settings=settings, site=site))
-    return replace(plan, workers=_as_steps(plan, chain, workers, job, allocation))
+    plan, needs = (
+        make_plan(replace(request, settings=settings, site=site)),
+        needs_of(chain, workers),
+    )
+    any_gpus = any(need.gpus for need in needs)
+    steps = [
+        replace(
+            worker,
+            node=allocation.hosts[number],
+            need=need,
+            scheduler_args=step_args(need, profile=profile, any_gpus=any_gpus),
+        )
+        for worker, need, number in zip(plan.workers, needs, job.nodes, strict=True)
+    ]
+    return replace(plan, workers=tuple(steps))
 
 
 def own_allocation(run: str) -> Allocation:
@@ -141,32 +157,6 @@ def request_here(
         nodes=most if placement.nodes is None and placement.strategy != "explicit" else None,
         costs=costs,
     )
-
-
-def _as_steps(
-    plan: LaunchPlan,
-    chain: ChainSpec,
-    workers: Sequence[WorkerSpec],
-    job: JobRecord,
-    allocation: Allocation,
-) -> tuple[WorkerPlan, ...]:
-    needs = needs_of(chain, workers)
-    any_gpus = any(need.gpus for need in needs)
-    steps = []
-    for worker, need, number in zip(plan.workers, needs, job.nodes, strict=True):
-        options = step_args(need, profile=job.settings, any_gpus=any_gpus)
-        host = allocation.hosts[number]
-        steps.append(replace(worker, node=host, need=need, scheduler_args=options))
-    return tuple(steps)
-
-
-def bind_mounts(profile: ProfileSpec) -> tuple[Mount, ...]:
-    """Return the mounts of a site for all containers."""
-    mounts = []
-    for bind in profile.binds:
-        path = bind.removesuffix(":ro")
-        mounts.append(Mount(path, path, read_only=bind.endswith(":ro")))
-    return tuple(mounts)
 
 
 def beside(hosts: Sequence[str]) -> list[str]:

@@ -24,34 +24,6 @@ _FRESH_S = 25.0
 """Age up to which a state is current: the heartbeat of 10 s plus file system caches."""
 
 
-def describe(runs: Sequence[RunDir], states: Sequence[RunState]) -> list[RunState]:
-    """Complete the states of runs by one query to Slurm.
-
-    A run's own state is out of date before its start, between two starts, and after its job was
-    ended from outside.
-    """
-    jobs = [_job_to_ask_for(run, state) for run, state in zip(runs, states, strict=True)]
-    asked = sorted({job for job in jobs if job is not None})
-    try:
-        infos = job_infos(asked) if asked else {}
-    except UnavailableError:
-        return list(states)
-    return [
-        state
-        if job is None
-        else judge(state, job, infos.get(job), told_to_stop=run.stop_request.exists())
-        for run, state, job in zip(runs, states, jobs, strict=True)
-    ]
-
-
-def _job_to_ask_for(run: RunDir, state: RunState) -> str | None:
-    record = JobRecord.load(run.job)
-    if record is None or state.phase in ("finished", "failed"):
-        return None
-    fresh = state.active and written_lately(run.state, state.updated, _FRESH_S)
-    return None if fresh else record.job
-
-
 def judge(state: RunState, job: str, info: JobInfo | None, *, told_to_stop: bool) -> RunState:
     """Combine a run's own state and its job's state (pure).
 
@@ -96,7 +68,9 @@ class Slurm(Scheduler):
         return step_argv(worker)
 
     def starter(self, environ: Mapping[str, str]) -> Starter:
-        return SlurmStarter(self._job(), environ)
+        job = commands.own_job()
+        assert job is not None  # the plan is one of this job
+        return SlurmStarter(job, environ)
 
     def hosts(self, plan: LaunchPlan) -> Hosts | None:
         from dni_runtime.schedulers.slurm.allocation import allocation_here
@@ -112,15 +86,30 @@ class Slurm(Scheduler):
         clean_up(plan)
 
     def describe(self, runs: Sequence[RunDir], states: Sequence[RunState]) -> list[RunState]:
-        return describe(runs, states)
+        """Complete the states of runs by one query to Slurm.
+
+        A run's own state is out of date before its start, between two starts, and after its job was
+        ended from outside.
+        """
+        jobs = dict[RunDir, str]()
+        for run, state in zip(runs, states, strict=True):
+            record = JobRecord.load(run.job)
+            if record is None or record.job is None or state.phase in ("finished", "failed"):
+                continue
+            if not (state.active and written_lately(run.state, state.updated, _FRESH_S)):
+                jobs[run] = record.job
+        try:
+            infos = job_infos(sorted({*jobs.values()})) if jobs else {}
+        except UnavailableError:
+            return list(states)
+        return [
+            judge(state, jobs[run], infos.get(jobs[run]), told_to_stop=run.stop_request.exists())
+            if run in jobs
+            else state
+            for run, state in zip(runs, states, strict=True)
+        ]
 
     def cancel(self, run: RunDir) -> None:
         record = JobRecord.load(run.job)
         if record is not None and record.job is not None:
             commands.cancel(record.job)
-
-    @staticmethod
-    def _job() -> str:
-        job = commands.own_job()
-        assert job is not None  # the plan is one of this job
-        return job
