@@ -154,7 +154,10 @@ class Piece(nn.Module):
         self._places = sorted((place, name) for name, place in borrows.items())
         self.network = _pruned(whole, needed)  # without what other pieces have
         self._lends = {name: sorted(tied[name] & names)[0] for name in lends}
-        self._still = {name for name in lends if not program.train.learns(tied[name])}
+        learns, of_names = program.train.learns, program.train.of_names
+        # What has no gradient gets none of zeros: weights would decay by it.
+        self._still = {name for name in lends if not learns(of_names(tied[name]))}
+        self._no_gradient = [not learns([node]) for node in pair[0].gives]
         self._rows = rows
         self._constants = nn.Module()
         others = {other: tensor for name, tensor in self.borrowed.items() for other in tied[name]}
@@ -169,9 +172,12 @@ class Piece(nn.Module):
         for place, name in reversed(self._places):
             self.borrowed[name].take(values.pop(place))
         outputs = (self._train if self.training else self._eval)(*values)
+        outputs = tuple(
+            output.detach() if still else output
+            for output, still in zip(outputs, self._no_gradient, strict=True)
+        )
         if self._lends:
             for name in self._lends:
-                # What has no gradient gets none of zeros: weights would decay by it.
                 lent = self.lent(name).detach() if name in self._still else self.lent(name)
                 outputs += (rows_of(lent, len(outputs[0]), self._rows),)
         return outputs[0] if len(outputs) == 1 else outputs

@@ -80,17 +80,30 @@ class Trace:
                 return frozenset(nodes)
             bound |= others
 
-    def learns(self, names: Collection[str]) -> bool:
-        """Whether gradients reach one of these parameters: not by ``detach`` or ``no_grad``."""
-        reached = set[fx.Node]()
+    def of_names(self, names: Collection[str]) -> set[fx.Node]:
+        """Return the placeholders of these parameters."""
+        return {node for node in self.graph.nodes if self.names.get(node.name) in names}
+
+    def learns(self, values: Collection[fx.Node]) -> bool:
+        """Whether a gradient of the output reaches one of these: not by ``detach``, ``no_grad``."""
+        reached = set(values)
         for node in self.graph.nodes:
-            if self.names.get(node.name) in names:
-                reached.add(node)
-            elif not reached.isdisjoint(node.all_input_nodes) and _passes_gradients(node):
+            sources = reached.intersection(node.all_input_nodes)
+            if sources and self._passes_gradients(node, sources):
                 if node.op == "output" or changed(node):  # others may read what it changes
                     return True
                 reached.add(node)
         return False
+
+    def _passes_gradients(self, node: fx.Node, sources: Collection[fx.Node]) -> bool:
+        value = node.meta.get("val")
+        if node.target is torch.ops.aten.detach.default or (
+            isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+        ):
+            return False
+        modes = [mode for mode in node.meta.get("modes", ()) if mode.func is torch.set_grad_enabled]
+        # Under no_grad, what does nothing, as flatten may, returns its tensor with its gradient.
+        return not modes or modes[-1].args[0] or self.memory(node) in map(self.memory, sources)
 
     @cached_property
     def changes(self) -> dict[object, list[fx.Node]]:
@@ -288,16 +301,6 @@ def changed(node: fx.Node) -> list[fx.Node]:
 
 def _changes_something(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or bool(changed(node))
-
-
-def _passes_gradients(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    if node.target is torch.ops.aten.detach.default or (
-        isinstance(value, Tensor) and not value.dtype.is_floating_point | value.dtype.is_complex
-    ):
-        return False
-    modes = [mode for mode in node.meta.get("modes", ()) if mode.func is torch.set_grad_enabled]
-    return not modes or bool(modes[-1].args[0])
 
 
 def _draws(node: fx.Node) -> bool:

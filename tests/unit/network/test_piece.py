@@ -87,6 +87,24 @@ class Peeks(Tied):
         return {"logits": self.second(h.tanh()) @ (signs + self.head.weight.data).t()}
 
 
+class Severed(Tied):
+    """The gradient of the first layer stops; that of the words, used again, does not."""
+
+    def forward(self, tokens, mask):
+        h = self.first(self.words(tokens))
+        return {"logits": self.head(self.second(h.detach()).tanh())}
+
+
+class Watched(Tied):
+    """Under no_grad, ``flatten`` of two dimensions returns its tensor as it is."""
+
+    def forward(self, tokens, mask):
+        h = self.first(self.words(tokens[:, 0]))
+        with torch.no_grad():
+            self.seen = h.flatten(0, -2).mean()
+        return {"logits": self.head(self.second(h).tanh())}
+
+
 class Bends(nn.Module):
     def __init__(self):
         super().__init__()
@@ -307,6 +325,15 @@ def test_tied_weights_that_get_no_gradient_get_none_of_zeros() -> None:
     assert h.requires_grad
     assert not lent.requires_grad
     assert second(h, lent).requires_grad
+
+
+@pytest.mark.parametrize(("name", "passes"), [("Severed", False), ("Watched", True)])
+def test_what_gets_no_gradient_gets_none_of_zeros(name: str, passes: bool) -> None:
+    given = {"lends": [["words.weight"], []], "borrows": [{}, {"words.weight": 1}], "rows": [4, 4]}
+    (first, _) = build(network(name, *TIED[1:], **NAMES), ("first",), **given)
+    h, lent = first(torch.randint(0, 7, (4, 5)))
+    assert h.requires_grad is passes
+    assert lent.requires_grad
 
 
 def test_a_small_batch_uses_the_newest_tied_weights() -> None:
