@@ -7,8 +7,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
 
 from dni_runtime.core.forward import as_inputs
 from dni_runtime.errors import DataError
@@ -27,20 +25,6 @@ from dni_runtime.worker.stream import NOTHING, Item, Items, Position
 
 _SAMPLES = -1
 """The round that only says how many samples a replica has: their streams must have one length."""
-
-
-@dataclass(frozen=True)
-class Insertion:
-    """What is wanted in the stream, and where; of one replica, or agreed by all."""
-
-    id: int  # of one replica: the lowest that it has not used
-    mark: Mark = NOTHING  # empty: none
-    ends: bool = False  # training is to end from there on
-    samples: tuple[int | None, ...] = ()
-
-    @classmethod
-    def of(cls, line: MarkRequest) -> Self:
-        return cls(line.id, Mark(line.mark), line.ends, line.samples)
 
 
 class Rounds:
@@ -63,9 +47,9 @@ class Rounds:
     ) -> None:
         self._begun, self._own = begun, spec.module
         self._paths = {name: run.marks(name) for name in spec.siblings}
-        self._lines: dict[str, dict[int, Insertion]] = {name: {} for name in spec.siblings}
+        self._lines: dict[str, dict[int, MarkRequest]] = {name: {} for name in spec.siblings}
         self._samples = tuple(samples)
-        self._written, self._newest = _SAMPLES, Insertion(0, samples=self._samples)
+        self._newest = self._line(_SAMPLES, 0, samples=self._samples)
         self.alone = len(self._paths) == 1
         self.passed = 0  # rounds whose result is behind this replica
         self._last = _SAMPLES  # the newest round that has a line
@@ -73,58 +57,66 @@ class Rounds:
         if not self.alone and not self.written:
             self._write()
 
+    def _line(
+        self,
+        number: int,
+        id: int,
+        mark: Mark = NOTHING,
+        *,
+        ends: bool = False,
+        samples: tuple[int | None, ...] = (),
+    ) -> MarkRequest:
+        return MarkRequest(
+            begun=self._begun, round=number, id=id, mark=int(mark), ends=ends, samples=samples
+        )
+
     @property
     def written(self) -> bool:
         """Whether the newest line of this replica is in its file."""
-        return self._written in self._lines[self._own]
+        return self._newest.round in self._lines[self._own]
 
     @property
-    def joined(self) -> Insertion | None:
+    def joined(self) -> MarkRequest | None:
         """The line of this replica in the present round; None before it has one."""
         if self._last < self.passed:
             return None
         in_file = self._lines[self._own].get(self.passed)
-        return self._newest if self._written == self.passed else in_file
+        return self._newest if self._newest.round == self.passed else in_file
 
     @property
     def called(self) -> bool:
         """Whether a replica wants something in the present round."""
-        lines = self._of(self.passed).values()
-        return any(line.mark & ~Mark.END or line.ends for line in lines)
+        return any(Mark(line.mark) & ~Mark.END or line.ends for line in self._present)
 
     @property
-    def agreed(self) -> Insertion | None:
+    def agreed(self) -> MarkRequest | None:
         """The result of the present round, if it is complete."""
-        return None if self._last < self.passed else self._result(self.passed)
-
-    def _of(self, number: int) -> dict[str, Insertion]:
-        return {name: lines[number] for name, lines in self._lines.items() if number in lines}
-
-    def _result(self, number: int) -> Insertion | None:
-        lines = self._of(number)
-        if lines.keys() != self._lines.keys():
+        lines = [] if self._last < self.passed else self._present
+        if len(lines) < len(self._paths):
             return None
-        mark, insertions = NOTHING, lines.values()
-        for insertion in insertions:
-            mark |= insertion.mark
-        return Insertion(
-            max(insertion.id for insertion in insertions),
-            mark,
-            any(insertion.ends for insertion in insertions),
-        )
+        mark = NOTHING
+        for line in lines:
+            mark |= Mark(line.mark)
+        ends = any(line.ends for line in lines)
+        return self._line(self.passed, max(line.id for line in lines), mark, ends=ends)
+
+    @property
+    def _present(self) -> list[MarkRequest]:
+        number = self.passed
+        return [lines[number] for lines in self._lines.values() if number in lines]
 
     def holds(self, id: int) -> bool:
         """Whether an id must not be used before the present round is complete."""
         joined = self.joined
         return joined is not None and id >= joined.id and self.agreed is None
 
-    def join(self, insertion: Insertion) -> None:
+    def join(self, id: int, mark: Mark = NOTHING, *, ends: bool = False) -> None:
         """Write this replica's line of the present round.
 
         If that fails, a replica tries again when it looks. A head that is alone goes on: a full
         disk is no reason to stop training.
         """
-        self._written, self._newest = self.passed, insertion
+        self._newest = self._line(self.passed, id, mark, ends=ends)
         self._last = max(self._last, self.passed)
         self._write()
 
@@ -135,21 +127,13 @@ class Rounds:
             self._write()
 
     def _write(self) -> None:
-        insertion, number = self._newest, self._written
-        line = MarkRequest(
-            begun=self._begun,
-            round=number,
-            id=insertion.id,
-            mark=int(insertion.mark),
-            ends=insertion.ends,
-            samples=insertion.samples,
-        )
+        line = self._newest
         try:
             line.append(self._paths[self._own])
         except OSError as error:
             log.warning("a restarted head will not do at %d what was requested: %s", line.id, error)
         if self.alone:
-            self._lines[self._own][number] = insertion
+            self._lines[self._own][line.round] = line
         else:
             self._read()
 
@@ -158,7 +142,7 @@ class Rounds:
             with contextlib.suppress(OSError):
                 for line in LineReader(path, MarkRequest.parse).new():
                     if line.begun == self._begun:
-                        self._lines[name].setdefault(line.round, Insertion.of(line))
+                        self._lines[name].setdefault(line.round, line)
                         self._last = max(self._last, line.round)
         for name, lines in self._lines.items():
             if (said := lines.get(_SAMPLES)) and said.samples != self._samples:
@@ -245,7 +229,7 @@ class Head:
         id = max(self._next_id, self._used + 1)
         if self._here.part or (rounds.alone and id > self._next_id):
             return  # no marker goes between the parts of a batch
-        rounds.join(Insertion(id, self._wanted, self._ends_early))
+        rounds.join(id, self._wanted, ends=self._ends_early)
         self._wanted, self._ends_early = NOTHING, False
 
     def next(self) -> Batch | Marker | None:
@@ -282,7 +266,7 @@ class Head:
             rounds.passed += 1
             self._ends |= agreed.ends
             if agreed.id == id and agreed.mark:
-                mark = agreed.mark
+                mark = Mark(agreed.mark)
                 if self._role is not None:
                     mark |= self._here.sync(self._role)
                 self._supply(id, self._here)
@@ -306,7 +290,7 @@ class Head:
         if self._rounds.alone:
             return True
         if self._rounds.joined is None:
-            self._rounds.join(Insertion(id + 1, Mark.END))
+            self._rounds.join(id + 1, Mark.END)
         return self._rounds.written
 
     def _owns(self, id: int) -> bool:

@@ -20,7 +20,7 @@ from dni_runtime.spec.edge import replica_of
 from dni_runtime.spec.replicas import with_replicas, workers_of
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker import head as head_module
-from dni_runtime.worker.head import Head, Insertion, Rounds
+from dni_runtime.worker.head import Head, Rounds
 from dni_runtime.worker.ledger import Counts, Ledger, ModuleProgress
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
@@ -146,19 +146,23 @@ def test_all_replicas_supply_one_stream(tmp_path: Path, seed: int) -> None:
         assert torch.equal(ours.y, y_BY)
 
 
+def result(rounds: Rounds) -> tuple[int, Mark] | None:
+    return None if rounds.agreed is None else (rounds.agreed.id, Mark(rounds.agreed.mark))
+
+
 def test_nobody_passes_its_id_before_all_have_said_theirs(run: RunDir) -> None:
     one, two = (Rounds(run, spec, 3, [10, 2, None]) for spec in specs(2))
-    one.join(Insertion(5, Mark.CHECKPOINT))
+    one.join(5, Mark.CHECKPOINT)
     assert (one.holds(4), one.holds(5), one.holds(6)) == (False, True, True)
     assert not two.holds(6)
     two.look()
     assert two.called
-    two.join(Insertion(9, Mark.CHECKPOINT | Mark.STOP))
-    agreed = Insertion(9, Mark.CHECKPOINT | Mark.STOP)
-    assert two.agreed == agreed
+    two.join(9, Mark.CHECKPOINT | Mark.STOP)
+    agreed = 9, Mark.CHECKPOINT | Mark.STOP
+    assert result(two) == agreed
     assert one.agreed is None
     one.look()
-    assert one.agreed == agreed
+    assert result(one) == agreed
     assert not one.holds(9)
     later = Rounds(run, specs(2)[0], 4, [10, 2, None])
     assert (later.joined, later.called) == (None, False), "lines of an earlier start do not count"
@@ -179,11 +183,11 @@ def test_the_only_head_of_this_start_needs_nobody(tmp_path: Path) -> None:
 
 def test_who_ends_the_stream_lets_the_others_go_on_until_their_own_end(run: RunDir) -> None:
     one, two = (Rounds(run, spec, 3, [1]) for spec in specs(2))
-    one.join(Insertion(9, Mark.END))
+    one.join(9, Mark.END)
     two.look()
     assert not two.called
-    two.join(Insertion(5, Mark.CHECKPOINT))
-    assert two.agreed == Insertion(9, Mark.END | Mark.CHECKPOINT)
+    two.join(5, Mark.CHECKPOINT)
+    assert result(two) == (9, Mark.END | Mark.CHECKPOINT)
 
 
 def test_streams_of_different_lengths_are_an_error(run: RunDir) -> None:
@@ -199,7 +203,7 @@ def test_a_full_disk_holds_replicas_until_there_is_room(run: RunDir) -> None:
     kept = path.read_bytes()
     path.unlink()
     path.mkdir()
-    one.join(Insertion(4, Mark.CHECKPOINT))
+    one.join(4, Mark.CHECKPOINT)
     assert (one.holds(4), one.written) == (True, False)
     path.rmdir()
     path.write_bytes(kept + b'{"begun": 1, "rou')  # cut short
@@ -207,5 +211,5 @@ def test_a_full_disk_holds_replicas_until_there_is_room(run: RunDir) -> None:
         one.look()
     assert one.written
     two.look()
-    two.join(Insertion(2))
-    assert two.agreed == Insertion(4, Mark.CHECKPOINT)
+    two.join(2)
+    assert result(two) == (4, Mark.CHECKPOINT)
