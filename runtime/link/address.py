@@ -10,8 +10,7 @@ import struct
 from pathlib import Path
 
 from dni_runtime.errors import SpecError, UnavailableError
-from dni_runtime.link import socketfile
-from dni_runtime.link.sockets import cannot_listen
+from dni_runtime.link.sockets import cannot_listen, check_path
 from dni_runtime.spec import LinksSpec
 
 _SIOCGIFCONF = 0x8912  # netdevice(7): all IPv4 addresses, as an array of struct ifreq
@@ -75,7 +74,7 @@ def check_address(links: LinksSpec, index: int, socket_folder: Path, module: str
     """
     address = listen_address(links, index, socket_folder, module)
     if address.startswith("ipc://"):
-        socketfile.check(Path(address.removeprefix("ipc://")))
+        check_path(Path(address.removeprefix("ipc://")))
         return address
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     _try_bind(ipaddress.ip_address(host.strip("[]")), 0 if port == _ANY_PORT else int(port))

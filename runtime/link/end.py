@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from dni_runtime.errors import StoppedError
 from dni_runtime.link import sockets
@@ -43,17 +41,6 @@ class LinkEnd:
             window=spec.links.window * (1 + ADJACENT_FAILURES),  # with retained messages
             frame_limit=self._contract.frame_limit(end),
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def socket(self) -> sockets.Socket:

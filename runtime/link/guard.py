@@ -91,7 +91,6 @@ class Guard:
         allowed: Callable[[bytes], bool] | None,
         connections: int = CONNECTIONS,
     ) -> None:
-        self.encrypted = allowed is not None
         self.alarmed = False  # a connection was refused since the last take()
         self._allowed = allowed
         self._limit = connections
@@ -103,7 +102,7 @@ class Guard:
         self._peers: set[int] = set()
         self._dropped: set[int] = set()
         self._failed: deque[str] = deque(maxlen=1 << 12)
-        self._ports: set[int] = set()
+        self._port = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._monitor = sockets.monitor(socket, context, _EVENTS)
         self._zap = None
@@ -114,10 +113,9 @@ class Guard:
         self._thread = threading.Thread(target=self._run, name="link guard", daemon=True)
 
     def start(self, port: int) -> None:
-        """Start the thread when the socket listens on a port; later calls add ports."""
-        self._ports.add(port)
-        if self._thread.ident is None:
-            self._thread.start()
+        """Start the thread when the socket listens on a port."""
+        self._port = port
+        self._thread.start()
 
     def keep(self, descriptor: int) -> None:
         """Keep connection ``descriptor``, the accepted peer's: never close it for others."""
@@ -221,7 +219,7 @@ class Guard:
         with contextlib.suppress(OSError):  # libzmq may have closed it meanwhile
             connection = posix.socket(fileno=oldest)
             try:
-                if connection.getsockname()[1] in self._ports:
+                if connection.getsockname()[1] == self._port:
                     connection.shutdown(posix.SHUT_RDWR)
                     self._dropped.add(oldest)
             finally:

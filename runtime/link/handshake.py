@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Self
 
 from dni_runtime.errors import HandshakeError, WireError
@@ -31,15 +31,7 @@ class Hello:
     attempt: int = 1  # of its module
 
     def body(self) -> dict[str, Body]:
-        return {
-            "session": self.session,
-            "number": self.number,
-            "first": self.first,
-            "newest": self.newest,
-            "cut": self.cut,
-            "attempt": self.attempt,
-            "link": dict(self.link),
-        }
+        return asdict(self)
 
     @classmethod
     def of(cls, message: Message) -> Self:
@@ -69,7 +61,7 @@ class Refusal:
     yours: str = ""  # at the end that is refused
 
     def body(self) -> dict[str, Body]:
-        return {"field": self.field, "mine": self.mine, "yours": self.yours}
+        return asdict(self)
 
     @classmethod
     def of(cls, message: Message) -> Self:

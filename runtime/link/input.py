@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from dni_runtime.errors import UnansweredError, UnavailableError, WireError
-from dni_runtime.link import socketfile, sockets
+from dni_runtime.link import sockets
 from dni_runtime.link.address import encrypted
 from dni_runtime.link.end import MESSAGES_PER_CALL, LinkEnd
 from dni_runtime.link.guard import REASONS, AllowList, Guard
@@ -164,7 +164,7 @@ class InputLink(LinkEnd):
         self._links = spec.links
         self._keys = keys
         self._guard: Guard | None = None
-        self._bound: list[tuple[str, tuple[int, int] | None]] = []
+        self._file: sockets.SocketFile | None = None
 
     @property
     def source(self) -> str:
@@ -186,36 +186,31 @@ class InputLink(LinkEnd):
         return self._receiver.order.may_bring(after, until)
 
     def bind(self, address: str) -> str:
-        """Listen at ``address`` (``listen_address``).
+        """Listen at ``address`` (``listen_address``); call it once.
 
         Returns the actual address, with the port that was chosen for ``:*``.
         """
-        secret = encrypted(self._links, address)
+        if self._guard is not None or self._file is not None:
+            raise ValueError(f"{address}: a link listens at one address")
+        keys, source, allowed, how = self._keys, self._contract.source, None, ""
+        if encrypted(self._links, address):
+            if keys is None:
+                raise UnavailableError(
+                    f"links at {address} are encrypted, and module {self._contract.target!r} has "
+                    "no keys",
+                    hint="give it a run directory, or set 'links.security: none'",
+                )
+            sockets.encrypt_input(self._socket, keys.pair)
+            allowed, how = AllowList(lambda: keys.public(source)), ", encrypted"
         if address.startswith("tcp:"):
-            if self._guard is None:
-                self._guard = self._guarded(address, secret)
-            elif self._guard.encrypted != secret:
-                raise ValueError(f"{address}: one socket cannot be both encrypted and plain")
+            self._guard = Guard(self._context, self._socket, allowed)
         actual = sockets.bind(self._socket, address)
-        if self._guard is not None and actual.startswith("tcp:"):
+        if self._guard is not None:
             self._guard.start(int(actual.rpartition(":")[2]))
-        self._bound.append((actual, socketfile.file_id(actual)))
-        how = ", encrypted" if secret else ""
+        else:
+            self._file = sockets.SocketFile(actual)
         log.info("link %s: listening on %s%s", self._contract, actual, how)
         return actual
-
-    def _guarded(self, address: str, secret: bool) -> Guard:
-        if not secret:
-            return Guard(self._context, self._socket, None)
-        keys, source = self._keys, self._contract.source
-        if keys is None:
-            raise UnavailableError(
-                f"links at {address} are encrypted, and module {self._contract.target!r} has no "
-                "keys",
-                hint="give it a run directory, or set 'links.security: none'",
-            )
-        sockets.encrypt_input(self._socket, keys.pair)
-        return Guard(self._context, self._socket, AllowList(lambda: keys.public(source)))
 
     def wait_for_peer(self, deadline_s: float, stop: Callable[[], bool] | None = None) -> None:
         """Wait until the module upstream has completed HELLO; ``UnansweredError`` if not in time.
@@ -309,8 +304,8 @@ class InputLink(LinkEnd):
         if self._guard is not None:
             self._guard.close()
             self._guard = None
-        for address, file in self._bound:
-            socketfile.remove(address, file)
+        if self._file is not None:
+            self._file.remove()
         super().close()
 
     def _take(self) -> Message | bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -16,22 +16,13 @@ from dni_runtime.errors import UnansweredError, WireError
 from dni_runtime.link import sockets
 from dni_runtime.link.dialer import Dialer
 from dni_runtime.link.end import MESSAGES_PER_CALL, LinkEnd
-from dni_runtime.link.items import Drain, Event, Gradient, StreamRequest
+from dni_runtime.link.items import Batch, Drain, Event, Gradient, StreamRequest
 from dni_runtime.link.sender import Sender, State
 from dni_runtime.link.tensors import from_buffers, to_table
 from dni_runtime.packing import given_back, taken
 from dni_runtime.run.keys import Keyring
 from dni_runtime.spec import EdgeSpec, WorkerSpec
-from dni_runtime.wire import (
-    ID_LIMIT,
-    Kind,
-    Mark,
-    Message,
-    Mode,
-    Part,
-    Rows,
-    body_of,
-)
+from dni_runtime.wire import ID_LIMIT, Kind, Mark, Message, body_of
 
 log = logging.getLogger(__name__)
 
@@ -192,40 +183,31 @@ class OutputLink(LinkEnd):
         if self._sender.dismiss():
             self._events.append(Drain(ID_LIMIT))
 
-    def send_batch(
-        self,
-        id: int,
-        epoch: int,
-        mode: Mode,
-        h: Tensor,  # the module's whole output [B, *output]
-        y: Tensor,  # labels [B, *label]
-        part: Part | None = None,  # None: the whole batch
-        data: Sequence[Tensor] = (),  # all inputs of the data, at the head
-        rows: Rows | None = None,  # if the labels stay at the tail
-    ) -> None:
+    def send_batch(self, batch: Batch, h: Tensor) -> None:
         """Send a batch downstream, without waiting; ids MUST grow, and the window MUST have room.
 
-        The tensors MUST NOT be changed until the batch is acknowledged: their memory is sent, and
-        sent again to a neighbour that restarts.
+        ``h`` is the module's whole output ``[B, *output]`` for it, and travels in place of its
+        inputs. The tensors MUST NOT be changed until the batch is acknowledged: their memory is
+        sent, and sent again to a neighbour that restarts.
         """
         edge = self._edge
         activation = () if edge.tensor is None else (taken(h, self._outputs, edge),)
-        tensors = (*activation, *(data[index] for index in edge.data), y)
+        tensors = (*activation, *(batch.data[index] for index in edge.data), batch.y)
         entries, buffers = to_table(tensors, self._contract.tensors)
         message = Message(
             Kind.BATCH,
             self._sender.run,
             self._contract.source,
-            id=id,
-            epoch=epoch,
-            mode=mode,
+            id=batch.id,
+            epoch=batch.epoch,
+            mode=batch.mode,
             tensors=entries,
             buffers=buffers,
-            body=body_of(part, rows),
+            body=body_of(batch.part, batch.rows),
         )
         if not self.in_flight:
             self.heard_s = time.monotonic()  # nothing was to be heard
-        self._sender.add(message, len(y))
+        self._sender.add(message, len(batch.y))
         self._transmit()
 
     def miss(self, id: int, epoch: int) -> None:
@@ -238,14 +220,8 @@ class OutputLink(LinkEnd):
 
         A full window accepts it, too: markers are never left out. Ids MUST grow.
         """
-        message = Message(
-            Kind.MARK,
-            self._sender.run,
-            self._contract.source,
-            id=id,
-            epoch=epoch,
-            mark=mark,
-        )
+        run, source = self._sender.run, self._contract.source
+        message = Message(Kind.MARK, run, source, id=id, epoch=epoch, mark=mark)
         self._sender.add(message, force=True)
         self._transmit()
 

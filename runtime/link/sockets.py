@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import socket as posix
+import stat
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +18,6 @@ from pathlib import Path
 import zmq
 
 from dni_runtime.errors import DataError, UnavailableError, WorkerError
-from dni_runtime.link import socketfile
 from dni_runtime.run.keys import KeyPair
 from dni_runtime.wire import Buffer
 
@@ -36,6 +38,9 @@ _COPY_BYTES = 1 << 18
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _READABLE, _WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 _EVENT = struct.Struct("=HI")  # zmq_socket_monitor(3): event, value
+
+PATH_BYTES = 107
+"""unix(7): ``sun_path`` has 108 bytes with the closing zero."""
 
 
 def open_context() -> Context:
@@ -148,13 +153,65 @@ def next_event(reader: Socket) -> tuple[int, int] | None:
 def bind(socket: Socket, address: str) -> str:
     """Listen; return the actual address, with the port that was chosen for ``:*``."""
     if address.startswith("ipc://"):
-        socketfile.check(Path(address.removeprefix("ipc://")))
+        check_path(Path(address.removeprefix("ipc://")))
     _allow_ipv6(socket, address)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
         raise cannot_listen(address, error.errno) from None
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def check_path(path: Path) -> None:
+    """Check that a Unix socket can be made here; a dead process's file is no obstacle.
+
+    libzmq removes whatever lies at the path, so this must run first. Raises ``UnavailableError`` if
+    the path is too long, its folder is missing, or it exists and is not a socket that a dead
+    process of this user left.
+    """
+    if len(os.fsencode(path)) > PATH_BYTES:
+        raise UnavailableError(
+            f"the socket's path {str(path)!r} is longer than {PATH_BYTES} bytes",
+            hint="set XDG_RUNTIME_DIR to a folder with a shorter path",
+        )
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise UnavailableError(f"the socket folder {str(path.parent)!r} is missing") from None
+        return
+    if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.getuid():
+        raise UnavailableError(
+            f"{str(path)!r} is in the way: it is not a socket of this user", hint="remove it"
+        )
+    with posix.socket(posix.AF_UNIX, posix.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        # a full backlog (EAGAIN) means that it is alive, too
+        if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
+            raise UnavailableError(
+                f"another process listens on {str(path)!r}",
+                hint="a worker of this run is still alive: see 'dnictl ps', end it with "
+                "'dnictl stop'",
+            )
+
+
+class SocketFile:
+    """The file of an ``ipc://`` address that this process listens at; libzmq leaves it there."""
+
+    def __init__(self, address: str) -> None:
+        self._path = Path(address.removeprefix("ipc://"))
+        self._made = self._there()
+
+    def _there(self) -> tuple[int, int] | None:
+        with contextlib.suppress(FileNotFoundError):
+            status = self._path.lstat()
+            return status.st_dev, status.st_ino
+        return None
+
+    def remove(self) -> None:
+        """Remove it, unless another process has replaced it."""
+        if self._made is not None and self._there() == self._made:
+            self._path.unlink(missing_ok=True)
 
 
 def connect(socket: Socket, address: str) -> None:

@@ -98,7 +98,8 @@ class Source:
         """Send a batch, as soon as there is room for it."""
         self._wait(lambda: self._link.room)
         self._id += 1
-        self._link.send_batch(self._id, 0, Mode.TRAIN, self._h, torch.tensor([int(last)]))
+        batch = Batch(self._id, 0, Mode.TRAIN, (), torch.tensor([int(last)]))
+        self._link.send_batch(batch, self._h)
 
     def settle(self) -> None:
         """Wait until all that was sent has been acknowledged."""

@@ -118,7 +118,7 @@ class Exchange:
     def _send(self, output: OutputLink, marker: Marker, offer: ReplicaMessage) -> None:
         words = self._counted(offer)
         label = words.new_empty((len(words), 0), dtype=torch.uint8)
-        output.send_batch(marker.id, marker.epoch, Mode.TRAIN, words, label)
+        output.send_batch(Batch(marker.id, marker.epoch, Mode.TRAIN, (), label), words)
 
     def done(self) -> bool:
         """Read what has come, and send what is due; return whether the sharing is over."""

@@ -96,16 +96,7 @@ class Fanout:
         """
         for link in self._of(batch.id):
             if link.room:
-                link.send_batch(
-                    batch.id,
-                    batch.epoch,
-                    batch.mode,
-                    h,
-                    batch.y,
-                    batch.part,
-                    batch.data,
-                    batch.rows,
-                )
+                link.send_batch(batch, h)
             else:
                 link.miss(batch.id, batch.epoch)
 

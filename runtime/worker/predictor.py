@@ -262,7 +262,7 @@ class Predictor:
             onward.send_batch(item, h)
             return True
         leaves = self._exit.leaves(p) if item.epoch != WHOLE else torch.zeros(len(p)).bool()
-        exit.send_batch(item.id, item.epoch, item.mode, p, item.y, data=(leaves.byte(),))
+        exit.send_batch(replace(item, data=(leaves.byte(),)), p)
         if leaves.all():
             onward.miss(item)
         else:

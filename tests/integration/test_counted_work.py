@@ -13,7 +13,7 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -188,12 +188,14 @@ class Served:
         for worker in reversed(workers):  # an input end listens before its neighbour connects
             for edge in worker.targets:
                 below = self.inputs[edge.target]
-                output = stack.enter_context(OutputLink(worker, run="run"))
+                output = stack.enter_context(closing(OutputLink(worker, run="run")))
                 self.outputs[worker.module] = output
                 address = below.bind(f"ipc://{folder}/{edge.target}.sock")
                 output.connect(address, deadline_s=30, stop=partial(greet, below))
             if worker.sources:
-                self.inputs[worker.module] = stack.enter_context(InputLink(worker, run="run"))
+                self.inputs[worker.module] = stack.enter_context(
+                    closing(InputLink(worker, run="run"))
+                )
             made = stack.enter_context(worker_of(run, worker))
             self.steps[worker.module] = made.step
             made.step.measure_late = False

@@ -27,7 +27,7 @@ RETAIN = 2
 
 @pytest.fixture
 def output(make_spec: MakeSpec) -> Iterator[OutputLink]:
-    with OutputLink(make_spec(retain=RETAIN), run="run") as link:
+    with closing(OutputLink(make_spec(retain=RETAIN), run="run")) as link:
         yield link
 
 
@@ -101,7 +101,7 @@ def test_it_remembers_what_it_may_have_to_send_again(
     for _ in range(4):
         batch = made.next()
         assert isinstance(batch, Batch)
-        output.send_batch(batch.id, batch.epoch, batch.mode, batch.xs[0], batch.y)
+        output.send_batch(batch, batch.xs[0])
     assert made.oldest() == (1, at(0))
     output.dismiss()  # acknowledges everything; some is kept for a neighbour that restarts
     assert made.oldest() == (3, at(2))

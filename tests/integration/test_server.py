@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
             doing.add(seen["doing"])
 
     looking = threading.Thread(target=look)
-    with worker_of(run, spec) as worker, InputLink(spec, run="run") as input:
+    with worker_of(run, spec) as worker, closing(InputLink(spec, run="run")) as input:
         worker.metrics.set_state("running")
         looking.start()
         try:
@@ -167,8 +168,8 @@ def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(run: 
     outcomes: list[Stage] = []
     with (
         worker_of(run, spec) as worker,
-        InputLink(below, run="run", received=had, again=True) as input,
-        OutputLink(spec, run="run") as output,
+        closing(InputLink(below, run="run", received=had, again=True)) as input,
+        closing(OutputLink(spec, run="run")) as output,
     ):
         address = input.bind(f"ipc://{run.root}/b.sock")
 
@@ -217,9 +218,9 @@ def test_a_restarted_head_is_answered_while_there_is_no_room_downstream(run: Run
     a, b, c = worker_specs(chain, describe(chain.data, Path()))
     with (
         worker_of(run, b) as worker,
-        InputLink(b, run="run") as input,
-        OutputLink(b, run="run") as output,
-        InputLink(c, run="run") as full,
+        closing(InputLink(b, run="run")) as input,
+        closing(OutputLink(b, run="run")) as output,
+        closing(InputLink(c, run="run")) as full,
     ):
         address = input.bind(f"ipc://{run.root}/b.sock")
         below = full.bind(f"ipc://{run.root}/c.sock")
@@ -232,7 +233,7 @@ def test_a_restarted_head_is_answered_while_there_is_no_room_downstream(run: Run
         serving.start()
         try:
             full.wait_for_peer(10)
-            with OutputLink(a, run="run") as head:
+            with closing(OutputLink(a, run="run")) as head:
                 head.connect(address, deadline_s=10)
                 until_s = time.monotonic() + 20
                 id = 0
@@ -241,10 +242,10 @@ def test_a_restarted_head_is_answered_while_there_is_no_room_downstream(run: Run
                     if head.room:
                         id += 1
                         h, y = torch.randn(16, 8), torch.randint(0, 10, (16,))
-                        head.send_batch(id, 1, Mode.TRAIN, h, y)
+                        head.send_batch(Batch(id, 1, Mode.TRAIN, (), y), h)
                     list(head.receive())
                     time.sleep(0.01)
-            with OutputLink(a, run="run", next_id=id + 1) as restarted:
+            with closing(OutputLink(a, run="run", next_id=id + 1)) as restarted:
                 restarted.connect(address, deadline_s=10)
                 assert restarted.connected
         finally:

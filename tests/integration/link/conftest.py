@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,9 @@ class Links:
         self, *, run: str = "run", next_id: int = 1, keys: Any = None, **fields: Any
     ) -> OutputLink:
         spec = self._make_spec("stem", **fields)
-        return self._stack.enter_context(OutputLink(spec, run=run, next_id=next_id, keys=keys))
+        return self._stack.enter_context(
+            closing(OutputLink(spec, run=run, next_id=next_id, keys=keys))
+        )
 
     def input(
         self,
@@ -60,7 +62,7 @@ class Links:
     ) -> InputLink:
         spec = self._make_spec("tail", **fields)
         return self._stack.enter_context(
-            InputLink(spec, run=run, received=received, again=again, keys=keys)
+            closing(InputLink(spec, run=run, received=received, again=again, keys=keys))
         )
 
     def pair(
@@ -122,6 +124,12 @@ class Links:
         """A batch that tells its id."""
         return torch.full((samples, 4), float(id)), torch.full((samples,), id % 4)
 
+    @staticmethod
+    def batch(id: int) -> tuple[Batch, torch.Tensor]:
+        """The same, as it is sent."""
+        h, y = Links.tensors(id)
+        return Batch(id, 0, Mode.TRAIN, (), y), h
+
 
 class Stream:
     """Two links over which batches flow, whoever else connects."""
@@ -132,7 +140,7 @@ class Stream:
 
     def _send(self) -> None:
         self._sent += 1
-        self.output.send_batch(self._sent, 0, Mode.TRAIN, *Links.tensors(self._sent))
+        self.output.send_batch(*Links.batch(self._sent))
 
     def _take(self) -> None:
         self.output.receive()

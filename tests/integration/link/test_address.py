@@ -209,7 +209,7 @@ def test_a_living_process_keeps_its_socket(tmp_path: Path, links: Any) -> None:
         check_address(LinksSpec(), 0, tmp_path, "tail")
     with pytest.raises(UnavailableError, match="another process listens on"):
         links.input().bind(address)
-    output.send_batch(1, 0, 0, *links.tensors(1))
+    output.send_batch(*links.batch(1))
     links.until(lambda: first.receive() is not None, "a batch, as before")
 
 

@@ -21,7 +21,6 @@ from dni_runtime.wire import (
     Limits,
     Mark,
     Message,
-    Mode,
     TensorEntry,
     decode,
     encode,
@@ -220,8 +219,8 @@ def test_a_broken_downstream(links: Any, make_spec: Any, raw: Raw, address: str)
         return False
 
     output.connect(actual, deadline_s=links.DEADLINE_S, stop=answer)
-    output.send_batch(1, 0, Mode.TRAIN, *links.tensors(1))
-    output.send_batch(2, 0, Mode.TRAIN, *links.tensors(2))
+    output.send_batch(*links.batch(1))
+    output.send_batch(*links.batch(2))
     for frames in junk(1000):
         neighbour.send_multipart([identities[-1], *frames])
     g = Message(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dni_runtime.link import Gradient, InputLink, OutputLink, StreamRequest
+from dni_runtime.link import Batch, Gradient, InputLink, OutputLink, StreamRequest
 from dni_runtime.spec import LinksSpec
 from dni_runtime.wire import Mark, Mode
 from tests.integration.link.conftest import Links
@@ -31,14 +31,14 @@ def stands(output: OutputLink, input: InputLink) -> Callable[[], bool]:
 def test_a_lost_neighbour_is_noticed_and_found_elsewhere(links: Links, address: str) -> None:
     output, input, actual = links.pair(address, retain=2)
     for id in (1, 2, 3):
-        output.send_batch(id, 1, Mode.TRAIN, H, Y)
+        output.send_batch(Batch(id, 1, Mode.TRAIN, (), Y), H)
         links.collect(input, 1)
         input.ack(id)
     links.until(lambda: bool(output.receive() or not output.in_flight), "acknowledged")
     assert not output.lost
     input.close()
     links.until(lambda: output.lost, "lost")
-    output.send_batch(4, 1, Mode.TRAIN, H, Y)
+    output.send_batch(Batch(4, 1, Mode.TRAIN, (), Y), H)
 
     again = links.input(received=2, again=True)
     elsewhere = again.bind(address.replace("tail", "elsewhere"))
@@ -65,7 +65,7 @@ def test_one_that_has_finished_takes_everything(links: Links) -> None:
     output.dismiss()
     for id in range(1, 9):
         assert output.room
-        output.send_batch(id, 1, Mode.TRAIN, H, Y)
+        output.send_batch(Batch(id, 1, Mode.TRAIN, (), Y), H)
     assert not output.lost
     assert output.finish(1)
 
@@ -83,7 +83,7 @@ def with_batches(
     """A pair of links over which training batches have gone, and the address of the input."""
     output, input, actual = links.pair(address, resend_out=resend_out)
     for id in range(1, count + 1):
-        output.send_batch(id, 1, Mode.TRAIN, H, Y)
+        output.send_batch(Batch(id, 1, Mode.TRAIN, (), Y), H)
     links.collect(input, count)
     return output, input, actual
 
@@ -141,7 +141,7 @@ def test_another_process_gets_no_gradients_of_batches_that_it_has_not_sent(
     output.close()
     successor = links.output(next_id=2, resend_out=2)
     successor.move(actual)
-    successor.send_batch(3, 1, Mode.TRAIN, H, Y)
+    successor.send_batch(Batch(3, 1, Mode.TRAIN, (), Y), H)
     links.collect(input, 1, output=successor)
     input.send_gradient(3, 3 * H, ack=3)
     found: list[int] = []

@@ -36,14 +36,14 @@ def events(links: Any, output: Any, count: int) -> list[Any]:
 
 def send(links: Any, output: Any, *ids: int) -> None:
     for id in ids:
-        output.send_batch(id, 0, Mode.TRAIN, *links.tensors(id))
+        output.send_batch(*links.batch(id))
 
 
 def test_the_stream_comes_as_it_was_sent(links: Any, address: str) -> None:
     output, input, _ = links.pair(address)
     h, y = torch.randn(8, 4), torch.arange(8)
-    output.send_batch(1, 3, Mode.TRAIN, h, y)
-    output.send_batch(2, 3, Mode.EVAL, h[:5], y[:5])
+    output.send_batch(Batch(1, 3, Mode.TRAIN, (), y), h)
+    output.send_batch(Batch(2, 3, Mode.EVAL, (), y[:5]), h[:5])
     output.send_mark(3, 3, Mark.EPOCH | Mark.CHECKPOINT)
     first, second, third = links.collect(input, 3)
     assert isinstance(first, Batch)
@@ -83,7 +83,7 @@ def test_large_tensors_of_narrow_type(links: Any, address: str) -> None:
         output=float32(512, 64),
     )
     h = torch.randn(8, 512, 64)
-    output.send_batch(1, 0, Mode.TRAIN, h, torch.arange(8))
+    output.send_batch(Batch(1, 0, Mode.TRAIN, (), torch.arange(8)), h)
     (batch,) = links.collect(input, 1)
     assert batch.xs[0].dtype is torch.float32
     assert torch.equal(batch.xs[0], h.to(torch.bfloat16).float())
@@ -102,7 +102,7 @@ def test_quantized_tensors(links: Any, address: str, down: Any, up: Any) -> None
     h = torch.randn(8, 8, 16, 16)
     given = h.clone()
     for id, mode in ((1, Mode.TRAIN), (2, Mode.EVAL)):
-        output.send_batch(id, 0, mode, h, torch.arange(8))
+        output.send_batch(Batch(id, 0, mode, (), torch.arange(8)), h)
         (batch,) = links.collect(input, 1)
         assert torch.equal(batch.xs[0], rounded(h, down))
         assert torch.equal(batch.y, torch.arange(8))
@@ -298,7 +298,9 @@ def test_gradients_for_nobody_are_dropped_and_counted(links: Any, address: str) 
 def test_gradients_for_a_slow_peer_are_dropped_and_counted(links: Any, address: str) -> None:
     big = float32(1 << 16)
     output, input, _ = links.pair(address, input=big, output=big)
-    output.send_batch(1, 0, Mode.TRAIN, torch.zeros(8, 1 << 16), torch.zeros(8, dtype=torch.int64))
+    output.send_batch(
+        Batch(1, 0, Mode.TRAIN, (), torch.zeros(8, dtype=torch.int64)), torch.zeros(8, 1 << 16)
+    )
     links.collect(input, 1)
     g = torch.zeros(8, 1 << 16)
     began_s = time.monotonic()

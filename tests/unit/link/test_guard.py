@@ -178,7 +178,7 @@ class Make:
         zap = SimpleNamespace(setsockopt=lambda *a: None, bind=lambda a: None, close=lambda: None)
         context: Any = SimpleNamespace(socket=lambda kind: zap)
         made = Guard(context, socket, allowed, connections)
-        made._ports.add(PORT)  # without the thread that start() starts
+        made._port = PORT  # without the thread that start() starts
         self.made.append(made)
         return made
 

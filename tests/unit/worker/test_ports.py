@@ -244,9 +244,9 @@ class Below:
     def carries(self, id: int) -> bool:
         return self.route is None or id % self.route[0] == self.route[1]
 
-    def send_batch(self, id: int, *rest: Any) -> None:
-        self.sent.append(id)
-        self.last, self.in_flight = id, self.in_flight + self.chosen
+    def send_batch(self, batch: Batch, h: Tensor) -> None:
+        self.sent.append(batch.id)
+        self.last, self.in_flight = batch.id, self.in_flight + self.chosen
 
     def send_mark(self, id: int, *rest: Any) -> None:
         self.marks.append(id)
