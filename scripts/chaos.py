@@ -260,7 +260,7 @@ def kill(record: Record, name: str) -> str | None:
 def resources(record: Record) -> dict[str, float]:
     """What the run takes now: resident memory of its processes, and its directory, in MiB."""
     pids = {name: Report.read(record.run.worker(name)).pid for name in record.modules}
-    supervisor = RunState.peek(record.run).pid
+    supervisor = RunState.read(record.run).pid
     found: dict[str, float] = {}
     for name, pid in {**pids, "supervisor": supervisor}.items():
         with contextlib.suppress(OSError, TypeError):

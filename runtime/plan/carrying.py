@@ -130,7 +130,7 @@ def extend(record: Record, epochs: int) -> Record:
         state.phase, state.exit_code = "stopped", StoppedError.exit_code
         for module in state.modules.values():
             module.state = "stopped" if module.state == "finished" else module.state
-        state.write(run)
+        state.save(run)
     return Record.read(run.root)
 
 

@@ -108,7 +108,7 @@ def _describe(run: RunDir, state: RunState) -> RunState:
     state = judge(reports, {name for name, report in reports.items() if _lives(run, report)})
     for name, module in state.modules.items():
         module.log = str(run.log(name, module.attempt))
-    return replace(state, backend=record.backend)
+    return state.model_copy(update={"backend": record.backend})
 
 
 def judge(reports: Mapping[str, Report], living: set[str]) -> RunState:
@@ -118,7 +118,7 @@ def judge(reports: Mapping[str, Report], living: set[str]) -> RunState:
     are the workers that still run.
     """
     if not any(reports.values()):
-        return RunState()
+        return RunState(modules={})
     modules = {
         name: ModuleState(
             state="new" if not report else report.state,

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from dni_runtime.errors import UnavailableError
@@ -122,7 +121,7 @@ class AdoptedProcess:
 
     def __init__(self, module: ModuleState, server: ForkServer | None = None) -> None:
         self.pid = module.pid or 0
-        self._module = replace(module)
+        self._module = module.model_copy()
         self._server = server
         self._code: int | None = None
 

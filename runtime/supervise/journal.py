@@ -86,7 +86,7 @@ class Journal:
         with self._tolerating_a_full_disk():
             if self._lease is not None:
                 self._lease.beat()  # first: it needs no room
-            self.state.write(self._run)
+            self.state.save(self._run)
             self.trouble = None
 
     def write_json(self, path: Path, document: dict[str, Any]) -> bool:

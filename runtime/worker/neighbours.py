@@ -215,7 +215,7 @@ class Neighbours:
 
     def expected(self, neighbour: str) -> bool:
         """Whether a supervisor is restarting the neighbour, or one that it may wait for itself."""
-        state, now_s = RunState.peek(self._run), time.monotonic()
+        state, now_s = RunState.peek(self._run.state) or RunState(modules={}), time.monotonic()
         if state.updated != self._updated:  # its clock may differ from this host's
             self._updated, self._updated_s = state.updated, now_s
         if now_s - self._updated_s > _SUPERVISED_S:

@@ -69,7 +69,7 @@ def test_a_damaged_checkpoint_is_passed_over(site: Site) -> None:
     *_, old, new = complete_cuts(run, ENDS)
     state = RunState.read(run)
     state.phase = "stopped"  # as if its last checkpoint were not its end
-    state.write(run)
+    state.save(run)
     damaged = run.checkpoint(new, "top").with_suffix(".safetensors")
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1

@@ -16,7 +16,7 @@ def test_a_dead_supervisor_is_noticed(run: RunDir) -> None:
     state = RunState.begin("process", 1, ["a"])
     state.pid, state.born = process.pid, process_birth(process.pid)
     process.communicate()
-    state.write(run)
+    state.save(run)
     assert RunState.read(run).phase == "lost"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dni_runtime.errors import DniError
-from dni_runtime.files import peek_json, write_json
+from dni_runtime.files import write_json
 from dni_runtime.plan.plan import LaunchPlan, RestartPlan, WorkerPlan
 from dni_runtime.run.documents.state import ModuleState, RunState
 from dni_runtime.run.rundir import RunDir
@@ -215,12 +215,7 @@ class Supervision:
 
     def _state(self) -> RunState | None:
         """The state as it was left; its processes are not on this machine."""
-        document = peek_json(self._run.state)
-        if not document:
-            return None
-        document.pop("format")
-        modules = {name: ModuleState(**entry) for name, entry in document["modules"].items()}
-        return RunState(**{**document, "modules": modules})
+        return RunState.peek(self._run.state)
 
     def _serve(self, adopt: RunState | None) -> None:
         self.process = Process("supervisor", "first")

@@ -7,18 +7,19 @@ import signal
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from dni_runtime.errors import DataError, StoppedError
+from pydantic import ConfigDict, Field, SkipValidation
+
+from dni_runtime.errors import StoppedError
 from dni_runtime.files import (
     overwrite_json,
     peek_json,
-    read_json,
     write_json,
     written_lately,
 )
+from dni_runtime.run.documents.base import Document
 from dni_runtime.run.documents.reports import ENDED, Report, WorkerPhase
 from dni_runtime.run.rundir import RunDir
 
@@ -40,9 +41,10 @@ _END = ("attempt", "phase", "exit_code", "ended", "failed", "error")
 _ERROR, _END_BYTES = 500, 3500  # characters, of at most six bytes in JSON; within one page
 
 
-@dataclass
-class ModuleState:
-    state: WorkerPhase = "new"  # while it runs, as it reports itself
+class ModuleState(Document):
+    model_config = ConfigDict(frozen=False)
+
+    state: Annotated[WorkerPhase, SkipValidation] = "new"  # while it runs, as it reports itself
     attempt: int = 0  # number of this start of the module
     pid: int | None = None  # in containers: of the process that watches it
     born: int | None = None  # start time of that process; see :class:`RunState`
@@ -52,12 +54,14 @@ class ModuleState:
     restarts: int = 0  # of the module in this attempt of the run
 
 
-@dataclass
-class RunState:
+class RunState(Document):
+    model_config = ConfigDict(frozen=False)
+
+    format: int = 1
     # Three phases are never written but found by readers: ``unsupervised`` and ``lost`` (the
     # supervisor is gone, with or without running workers) and ``queued`` (the job waits,
     # ``launch.slurm.job``).
-    phase: RunPhase = "new"
+    phase: Annotated[RunPhase, SkipValidation] = "new"
     attempt: int = 0  # number of this start of the run, from 1
     backend: str = ""  # of the workers
     pid: int = 0  # the supervisor's
@@ -71,9 +75,9 @@ class RunState:
     exit_code: int | None = None  # of the supervisor
     failed: str | None = None  # the module that failed first
     error: str | None = None  # what went wrong, or why the run has stalled
-    modules: dict[str, ModuleState] = field(default_factory=dict)  # the workers, head first
+    modules: dict[str, ModuleState]  # the workers, head first
     # How many replicas are asked for of each module whose number of them may change.
-    scale: dict[str, int] = field(default_factory=dict)
+    scale: dict[str, int] = Field(default_factory=dict)
     restart_reason: str | None = None  # why all workers restart together once they have stopped
 
     @classmethod
@@ -97,7 +101,7 @@ class RunState:
         """Return the state with this process as the supervisor of the running workers."""
         mine = self.begin(self.backend, self.attempt, self.modules)
         kept = ("started", "modules", "scale", "restart_reason")
-        return replace(mine, **{name: getattr(self, name) for name in kept})
+        return mine.model_copy(update={name: getattr(self, name) for name in kept})
 
     @property
     def active(self) -> bool:
@@ -114,10 +118,10 @@ class RunState:
         """The highest attempt of any module."""
         return max([self.attempt, *(module.attempt for module in self.modules.values())])
 
-    def write(self, run: RunDir) -> None:
+    def save(self, run: RunDir) -> None:
         """Write the state to the run directory; of the run's end at least the most important."""
         self.updated = time.time()
-        document = {"format": 1, **asdict(self)}
+        document = self.model_dump(mode="json")
         try:
             write_json(run.state, document)
         except OSError:
@@ -134,36 +138,14 @@ class RunState:
         overwrite_json(run.end, {}, _END_BYTES)
 
     @classmethod
-    def peek(cls, run: RunDir) -> Self:
-        """Read the state as the supervisor wrote it; a new one if it cannot be read now."""
-        try:
-            return cls._of(peek_json(run.state))
-        except (TypeError, KeyError, AttributeError):
-            return cls()
-
-    @classmethod
-    def _of(cls, document: dict[str, Any]) -> Self:
-        modules = {
-            name: ModuleState(**_known(ModuleState, entry))
-            for name, entry in document["modules"].items()
-        }
-        return cls(**{**_known(cls, document), "modules": modules})
-
-    @classmethod
     def read(cls, run: RunDir) -> Self:
         """Read the state; if the supervisor is gone, derive it from the workers' reports."""
-        document = read_json(run.state)
-        if document is None:
-            return cls()
-        try:
-            state = cls._of(document)
-        except (TypeError, KeyError, AttributeError):
-            raise DataError(f"{str(run.state)!r} is not a valid run state") from None
+        state = cls.load(run.state) or cls(modules={})
         if state.active and not state._supervised(run):
             state._ask_workers(run)
             end = peek_json(run.end)
             if end.get("attempt") == state.attempt and state.phase != "unsupervised":
-                state = replace(state, **{name: end[name] for name in _END})
+                state = state.model_copy(update={name: end[name] for name in _END})
         return state
 
     def _ask_workers(self, run: RunDir) -> None:
@@ -203,11 +185,6 @@ class RunState:
         if self.here:
             return self.born is None or process_birth(self.pid) == self.born
         return written_lately(run.state, self.updated, _SILENCE_S)
-
-
-def _known(cls: type, document: dict[str, Any]) -> dict[str, Any]:
-    names = {item.name for item in fields(cls)}
-    return {key: value for key, value in document.items() if key in names}
 
 
 def lives(module: ModuleState) -> bool:

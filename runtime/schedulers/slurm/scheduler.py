@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.files import written_lately
@@ -32,22 +31,26 @@ def judge(state: RunState, job: str, info: JobInfo | None, *, told_to_stop: bool
     if info is not None and info.alive:
         if info.pending:
             reason = f": {info.reason}" if info.reason else ""
-            return replace(state, phase="queued", error=f"job {job} waits{reason}")
+            return state.model_copy(update={"phase": "queued", "error": f"job {job} waits{reason}"})
         if state.phase == "stopped":  # its script is about to end, or to requeue the job
-            return replace(state, phase="stopping")
-        return state if state.active else replace(state, phase="starting")
+            return state.model_copy(update={"phase": "stopping"})
+        return state if state.active else state.model_copy(update={"phase": "starting"})
     if state.phase == "stopped" and told_to_stop:
         return state
     if info is not None and info.completing:  # it ends or is requeued: the next poll shows
-        return replace(state, phase="stopping")
+        return state.model_copy(update={"phase": "stopping"})
     if state.phase == "stopped":
         return state
     if told_to_stop and state.phase == "new":
-        return replace(state, phase="stopped", exit_code=75, error=f"job {job} was cancelled")
+        return state.model_copy(
+            update={"phase": "stopped", "exit_code": 75, "error": f"job {job} was cancelled"}
+        )
     how = "disappeared" if info is None else f"ended as {info.state}"
     reason = f" ({info.reason})" if info is not None and info.reason else ""
     when = "before the run started" if state.phase == "new" else "before the run finished"
-    return replace(state, phase="lost", error=f"Slurm job {job} {how}{reason} {when}")
+    return state.model_copy(
+        update={"phase": "lost", "error": f"Slurm job {job} {how}{reason} {when}"}
+    )
 
 
 class Slurm(Scheduler):

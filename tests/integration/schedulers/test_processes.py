@@ -297,7 +297,7 @@ def test_a_process_that_another_one_has_started(tmp_path: Path) -> None:
     starter = starter_of("process")
     worker = plan(tmp_path, "import time; print('ready', flush=True); time.sleep(60)")
     child = starter.start(worker)
-    known = ModuleState("running", pid=child.pid, born=process_birth(child.pid))
+    known = ModuleState(state="running", pid=child.pid, born=process_birth(child.pid))
     process = starter.adopt(worker, known)
     eventually("it is ready", lambda: "ready" in (tmp_path / "m.log").read_text())
     assert (process.pid, process.poll()) == (child.pid, None)
@@ -310,7 +310,7 @@ def test_a_process_that_another_one_has_started(tmp_path: Path) -> None:
 def test_a_number_that_is_another_processs_by_now(tmp_path: Path) -> None:
     born = process_birth(os.getpid())
     assert born is not None
-    known = ModuleState("running", pid=os.getpid(), born=born - 1)
+    known = ModuleState(state="running", pid=os.getpid(), born=born - 1)
     process = LocalStarter().adopt(plan(tmp_path, ""), known)
     process.kill()
     assert process.poll() == -signal.SIGKILL

@@ -45,7 +45,7 @@ for saved in range(20):
         assert process.stdout is not None
         process.stdout.readline()
         state.modules["a"].pid, state.modules["a"].born = process.pid, process_birth(process.pid)
-        state.write(run)
+        state.save(run)
         end_leftovers(run, RunState.read(run), 0.2)
         assert process.poll() == 0
 
@@ -68,7 +68,7 @@ def test_whoever_is_left_is_gone_afterwards(run: RunDir, code: str, number: int)
         assert process.stdout is not None
         process.stdout.readline()
         state.modules["a"].pid, state.modules["a"].born = process.pid, process_birth(process.pid)
-        state.write(run)
+        state.save(run)
         found = RunState.read(run)
         assert found.phase == "unsupervised"
         grace_s = 30 if number == signal.SIGTERM else 0.2
@@ -86,7 +86,7 @@ def test_a_worker_that_could_not_be_recorded_is_ended(run: RunDir, planned: int)
     state.phase, state.born = "running", 1
     if planned == 2:
         state.modules["a"].pid, state.modules["a"].born = 1, 1  # of the one before
-    state.write(run)
+    state.save(run)
     run.plan.write_text(json.dumps({"workers": [{"module": "a", "attempt": planned}]}))
     argv = [sys.executable, "-I", "-S", "-c", OBEDIENT]
     with subprocess.Popen(argv, start_new_session=True) as process:

@@ -107,5 +107,5 @@ def ended(record: Record, phase: str, code: int, **more: object) -> RunState:
     state.ended = state.started + 65
     for name, value in more.items():
         setattr(state, name, value)
-    state.write(record.run)
+    state.save(record.run)
     return state

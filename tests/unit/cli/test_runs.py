@@ -81,13 +81,13 @@ def test_figures_that_are_old(dnictl: Dnictl, record: Record) -> None:
     state = RunState.read(record.run)
     for module in state.modules.values():
         module.state = "running"
-    state.write(record.run)
+    state.save(record.run)
     assert "top: these figures are 2 min 5 s old" in dnictl("status").err
     bottom, top = dnictl("status", "--json").json["modules"]
     assert bottom["age_s"] is None
     assert 125 <= top["age_s"] < 200
     state.phase = "stopped"
-    state.write(record.run)
+    state.save(record.run)
     assert "old" not in dnictl("status").err
 
 
@@ -135,7 +135,7 @@ def test_wait_tells_what_failed(dnictl: Dnictl, record: Record) -> None:
     top.state, top.exit_code, top.signal = "failed", 137, "SIGKILL"
     top.log = str(record.run.log("top", 1))
     record.run.log("top", 1).write_text("".join(f"line {n}\n" for n in range(30)))
-    state.write(record.run)
+    state.save(record.run)
     result = dnictl("wait")
     assert result.code == 70
     assert "module 'top' (attempt 1) was killed by SIGKILL" in result.err
@@ -201,18 +201,18 @@ def test_stop_waits_as_long_as_the_supervisor_does(
     monkeypatch.setattr(run_module, "_STOP_TIMEOUT_S", 0.5)
     state = RunState.begin("process", 1, record.modules)
     state.phase = "stopping"
-    state.write(record.run)
+    state.save(record.run)
     until_s = time.monotonic() + 1.5
 
     def beat() -> None:
         state.phase = "stopping" if time.monotonic() < until_s else "stopped"
-        state.write(record.run)
+        state.save(record.run)
 
     with repeating("beat", 0.1, beat):
         assert Run(record).stop(0.1).phase == "stopped"
     assert time.monotonic() >= until_s
     state.phase = "stopping"
-    state.write(record.run)
+    state.save(record.run)
     with pytest.raises(UsageError, match="does not answer"):
         Run(record).stop(0.1)
 

@@ -268,7 +268,7 @@ def test_wrong_command_of_a_run(
     if phase != "new":
         state = ended(record, phase, {"finished": 0, "running": 0, "stopped": 75}[phase])
         state.modules["top"].state = "finished"
-        state.write(record.run)
+        state.save(record.run)
     before = written(record)
     check(dnictl(*command), code, parts)
     assert written(record) == before

@@ -20,7 +20,7 @@ from dni_runtime.run.record import Record
 def state(record: Record) -> RunState:
     state = RunState.begin("process", 1, record.modules)
     state.phase = "running"
-    state.write(record.run)
+    state.save(record.run)
     return state
 
 

@@ -241,17 +241,17 @@ def test_who_cannot_even_be_killed_is_not_waited_for_for_ever(
 ) -> None:
     """It waits for a disk or a driver (state D); meanwhile the others know that the owner lives."""
     written: list[float] = []
-    write = RunState.write
+    save = RunState.save
 
     def note(state: RunState, run: RunDir) -> None:
         written.append(world.now)
-        write(state, run)
+        save(state, run)
 
     def stay(process: FakeProcess) -> None:
         if process.worker.attempt > 1 or process.worker.module != "top":
             world.end(process.worker.module, -9)
 
-    monkeypatch.setattr(RunState, "write", note)
+    monkeypatch.setattr(RunState, "save", note)
     monkeypatch.setattr(FakeProcess, "kill", stay)
     world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
     world.exits(4, middle=-9)

@@ -38,7 +38,7 @@ def test_what_containers_see_is_there_to_be_mounted(
                 assert Path(mount.source).is_file() == point.is_file()
         assert stat.S_IMODE(run.container.keys.stat().st_mode) == 0o700
         assert not any(path.stat().st_size for path in run.container.root.rglob("*.key"))
-        RunState.begin("apptainer", 1, record.modules).write(run)
+        RunState.begin("apptainer", 1, record.modules).save(run)
         assert read_json(run.container.state) == read_json(run.state)
         remove_runtime_files(run, sockets)
         assert not run.keys.exists()

@@ -386,7 +386,8 @@ def test_who_takes_over_after_the_change_leaves_out_who_is_inactive(
     world: Scaled, record: Record, plan: LaunchPlan, written: WorkerPhase
 ) -> None:
     """Also if the former supervisor was killed when it had written the plan, but not the state."""
-    state = replace(stopping(record, world), restart_reason=None, scale={"middle": 2})
+    changes = {"restart_reason": None, "scale": {"middle": 2}}
+    state = stopping(record, world).model_copy(update=changes)
     state.modules["middle.3"].state = written
     record.run.scale.unlink()
     world.finish(20)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import NoReturn
 
 import pytest
@@ -50,7 +49,8 @@ def test_hosts_are_cleaned_up_unless_another_supervisor_has_the_run(
 @pytest.mark.parametrize("phase", ["stopped", "running"])
 def test_a_run_that_ends_is_waited_for(record: Record, phase: RunPhase) -> None:
     lease = Lease.take(record.run)
-    replace(RunState.begin("process", 1, ["stem"]), phase=phase).write(record.run)
+    state = RunState.begin("process", 1, ["stem"])
+    state.model_copy(update={"phase": phase}).save(record.run)
     releasing = threading.Timer(0.3, lease.release)
     releasing.start()
     if phase == "stopped":  # reported, and released a moment later

@@ -96,7 +96,7 @@ class World:
     def save_at_end(self, document: dict[str, Any]) -> None:
         """Write the parts, at the end of the stream, of the workers that have finished."""
         run = self.record.run
-        there = {name: ModuleState() for name in self.processes} | RunState.peek(run).modules
+        there = {name: ModuleState() for name in self.processes} | RunState.read(run).modules
         for name, module in there.items():
             part = run.checkpoint(999, name)
             part.parent.mkdir(exist_ok=True)
@@ -690,7 +690,7 @@ def test_one_that_died_meanwhile_is_started_again(
 ) -> None:
     again = plan.workers[1].restarted(4)
     kept = replace(plan, workers=(plan.workers[0], again, plan.workers[2]))
-    state = left(record, world, middle=ModuleState("running", attempt=4, restarts=3))
+    state = left(record, world, middle=ModuleState(state="running", attempt=4, restarts=3))
     write_json(record.run.worker("middle"), {"attempt": 4, "state": "running"})
     world.ended_meanwhile.add("middle")
     world.exits(3, top=0)
@@ -734,7 +734,7 @@ def test_where_all_are_to_restart_nobody_is_started_before(
 def test_one_that_has_finished_before_is_left_alone(
     world: World, record: Record, plan: LaunchPlan
 ) -> None:
-    state = left(record, world, top=ModuleState("finished", attempt=1, exit_code=0))
+    state = left(record, world, top=ModuleState(state="finished", attempt=1, exit_code=0))
     write_json(record.run.worker("top"), {"attempt": 1, "state": "finished"})
     world.exits(3, bottom=0, middle=0)
     assert adopting(record, plan, world, state).run().phase == "finished"

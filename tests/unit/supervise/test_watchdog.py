@@ -170,7 +170,7 @@ def test_a_run_that_stops_or_cannot_be_written_has_not_stalled(
 ) -> None:  # fmt: skip
     """The reports of workers whose disk is full do not change."""
     hang(world, 5, "top", 1)
-    monkeypatch.setattr(RunState, "write", _no_room)
+    monkeypatch.setattr(RunState, "save", _no_room)
     world.exits(90, bottom=0, middle=0, top=0)
     assert supervise().phase == "finished"
     assert not happened(record, "run_stalled")
@@ -187,7 +187,7 @@ def test_a_journal_knows_whether_the_disk_is_full(
     journal.write()
     assert not journal.trouble
     with monkeypatch.context() as patch:
-        patch.setattr(RunState, "write", _no_room)
+        patch.setattr(RunState, "save", _no_room)
         journal.write()
         assert journal.trouble
     journal.write()

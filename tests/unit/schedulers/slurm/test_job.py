@@ -33,7 +33,7 @@ from dni_runtime.schedulers.slurm.scheduler import judge
 def test_together(
     phase: RunPhase, info: JobInfo | None, told: bool, meaning: RunPhase, word: str | None
 ) -> None:
-    state = judge(RunState(phase=phase), "12", info, told_to_stop=told)
+    state = judge(RunState(phase=phase, modules={}), "12", info, told_to_stop=told)
     assert state.phase == meaning
     if word is None:
         assert state.error is None
