@@ -141,12 +141,18 @@ class Trace:
 
     def memory(self, node: fx.Node) -> object:
         """Return what is the same for tensors that share memory."""
-        while node.target in _DROPOUTS and not (node.args[1] and node.args[2]):
-            node = node.all_input_nodes[0]  # which it returns; tracing does not show that
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.layout is torch.strided:
-            return value.untyped_storage()._cdata
-        return node
+        memory = _memory(node)
+        return self._returned.get(memory, memory)
+
+    @cached_property
+    def _returned(self) -> dict[object, object]:
+        """What a dropout that drops nothing returns is its operand; tracing does not show that."""
+        memories = dict[object, object]()
+        for node in self.graph.nodes:
+            if node.target in _DROPOUTS and not (node.args[1] and node.args[2]):
+                operand = _memory(node.all_input_nodes[0])
+                memories[_memory(node)] = memories.get(operand, operand)
+        return memories
 
     def stale(self, position: int) -> fx.Node | None:
         """Return a value that passes, and is changed and then read by operations after a position.
@@ -272,6 +278,13 @@ class Trace:
     def last(self) -> int:
         """Number of the last operation."""
         return len(self._order) - 1
+
+
+def _memory(node: fx.Node) -> object:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        return value.untyped_storage()._cdata
+    return node
 
 
 def symbol(size: Any) -> Any:

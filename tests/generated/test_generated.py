@@ -55,6 +55,7 @@ HARD = [
     64934,
     80859,
     81053,
+    81434,
 ]
 """Seeds that found something."""
 
