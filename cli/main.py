@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         elif hidden := hidden_package():
             code = _report(hidden, color)
         elif isinstance(error, OSError) and error.errno in _DISK:
-            code = _report_disk(error)
+            code = _report_disk(error, color)
         else:
             code = _report_bug(error)
     sys.exit(code if isinstance(code, int) else 0)
@@ -225,22 +225,22 @@ def _lacks_torch(error: Exception) -> bool:
 
 
 def _report(error: DniError, color: bool | None) -> int:
-    with contextlib.suppress(OSError):  # the code says it, too
+    with contextlib.suppress(OSError, ValueError):  # the code says it, too
         start = click.style("dnictl: error:", fg="red", bold=True)
         click.echo(f"{start} {printable(str(error))}", err=True, color=color)
     return error.exit_code
 
 
-def _report_disk(error: OSError) -> int:
+def _report_disk(error: OSError, color: bool | None) -> int:
     """Report a file system that is full, away or read-only: that is not a bug."""
     name = error.filename2 or error.filename  # of a copy, the one that is written
     where = f" {str(name)!r}" if name else ""
     hint = "make room" if is_full(error) else "check who may read and write it"
-    text = f"dnictl: error: the file system failed{where}: {error.strerror}\n  → {hint}"
+    problem = f"the file system failed{where}: {error.strerror}"
+    code = _report(CheckpointError(problem, hint=f"{hint}, then try again"), color)
     with contextlib.suppress(OSError, ValueError):
-        click.echo(f"{text}, then try again", err=True)
         sys.stdout.close()  # or Python prints the rest at exit
-    return CheckpointError.exit_code
+    return code
 
 
 def _report_bug(error: Exception) -> int:

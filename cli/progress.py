@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import click
 
@@ -25,15 +25,9 @@ _LIVE_S = 0.5
 _PLAIN_S = 1.0
 
 
-class Progress(Protocol):
-    """Shows a run's state whenever it is called."""
-
-    def __call__(self, state: RunState) -> None: ...
-
-
 @contextmanager
-def progress(run: Run, *, quiet: bool = False) -> Iterator[Progress]:
-    """Show a run's progress on stderr."""
+def progress(run: Run, *, quiet: bool = False) -> Iterator[Callable[[RunState], None]]:
+    """Show a run's progress on stderr, by its state with which it is called."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
@@ -58,7 +52,7 @@ class _Throttle:
     A closed terminal or pipe, or a figure that cannot be read, does not end the run.
     """
 
-    def __init__(self, run: Run, every_s: float, show: Shower) -> None:
+    def __init__(self, run: Run, every_s: float, show: Callable[[RunFigures], None]) -> None:
         from dni_runtime.measure.figures import MetricsReader
 
         self._reader = MetricsReader(run.record)
@@ -72,12 +66,6 @@ class _Throttle:
             self._due = now + self._every_s
             with suppress(OSError, DataError):
                 self._show(self._reader.read(state))
-
-
-class Shower(Protocol):
-    """Shows a run's figures."""
-
-    def __call__(self, figures: RunFigures, /) -> None: ...
 
 
 class PlainLines:

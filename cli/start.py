@@ -67,18 +67,10 @@ def up(chain: Path, hosts: str | None, detach: bool, dry_run: bool, **options: A
       dnictl up chain.yaml -d && dnictl logs -f
       dnictl up chain.yaml --hosts a,b
     """
-    from dni_runtime.schedulers.slurm.commands import own_job
-    from dni_runtime.schedulers.ssh import parse_hosts
-
     prepared, settings = new_run(chain, **options)
-    if hosts is not None:
-        settings = replace(settings, scheduler="ssh", hosts=parse_hosts(hosts))
-    elif settings.backend == "auto" and own_job() is not None:
-        from dni_runtime.schedulers.slurm.allocation import job_here
+    from dni_runtime.api.planning import scheduled
 
-        job = job_here(settings.run, prepared, settings.log_level)
-        settings = replace(settings, scheduler="slurm", job=job)
-    planned = planned_run(prepared, settings)
+    planned = planned_run(prepared, scheduled(settings, prepared, hosts))
     if dry_run:
         _print_plan(planned.plan)
     else:

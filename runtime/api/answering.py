@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from dni_runtime.api.checkpointed import Checkpointed
-from dni_runtime.api.planning import PlannedRun, plan_run
+from dni_runtime.api.planning import PlannedRun, plan_run, scheduled
 from dni_runtime.core.export import load_model, read_header
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.image.apptainer import usable_apptainer
@@ -20,8 +20,6 @@ from dni_runtime.release.images import assembled
 from dni_runtime.release.store import Store
 from dni_runtime.run.documents.exits import Exits
 from dni_runtime.run.record import Record
-from dni_runtime.schedulers.slurm.commands import own_job
-from dni_runtime.schedulers.ssh import parse_hosts
 from dni_runtime.serving.documents import Settings, Version
 from dni_runtime.serving.protocol import Signature
 from dni_runtime.spec.edge import Preprocessing
@@ -58,15 +56,8 @@ def plan_deployment(
         with importing_from(trained.directory.sources):
             return PlannedDeployment(version, signature, trained.model(cut), None, 0.0)
     signature, prepared = answering(trained, cut, settings)
-    root = folder / name
-    start = StartSettings(root, settings.backend, _images(source, settings))
-    if settings.hosts is not None:
-        start = replace(start, scheduler="ssh", hosts=parse_hosts(settings.hosts))
-    elif settings.backend == "auto" and own_job() is not None:
-        from dni_runtime.schedulers.slurm.allocation import job_here
-
-        start = replace(start, scheduler="slurm", job=job_here(root, prepared, "info"))
-    run = plan_run(prepared, start)
+    start = StartSettings(folder / name, settings.backend, _images(source, settings))
+    run = plan_run(prepared, scheduled(start, prepared, settings.hosts))
     return PlannedDeployment(version, signature, None, run, settings.exit_wait_s)
 
 

@@ -21,10 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from dni_runtime.errors import UnavailableError
-from dni_runtime.image.apptainer import (
-    host_environment,
-    usable_apptainer,
-)
+from dni_runtime.image.apptainer import host_environment, usable_apptainer
 from dni_runtime.plan.host import gpu_devices
 from dni_runtime.run.rundir import socket_path
 from dni_runtime.schedulers.slurm.allocation import beside
@@ -74,12 +71,9 @@ def examine() -> Iterator[Check]:
 def examine_hosts(
     hosts: Sequence[str], profile: ProfileSpec, *, steps: bool
 ) -> dict[str, list[Check]]:
-    """Let other hosts check themselves, all at once: as steps of this job, or by ssh.
+    """Let other hosts check themselves, all at once: as ``steps`` of this job, or by ssh.
 
-    Args:
-        hosts: Their names.
-        profile: The site's: its prologue comes first, its Python runs.
-        steps: Whether they are nodes of the allocation of this process.
+    The site profile's prologue comes first, and its Python runs.
     """
     lines = "\n".join([*profile.prologue, 'exec "$@"'])
     doctor = [profile.python or sys.executable, "-m", "dnictl", "doctor", "--json"]

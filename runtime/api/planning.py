@@ -16,6 +16,8 @@ from dni_runtime.release.store import Store
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.schedulers.schedulers import SCHEDULERS
+from dni_runtime.schedulers.slurm.commands import own_job
+from dni_runtime.schedulers.ssh import parse_hosts
 from dni_runtime.spec.replicas import workers_of
 
 if TYPE_CHECKING:  # it imports what starts workers
@@ -62,6 +64,18 @@ class PlannedRun:
 
         self.check()
         return Launch.of(self.create(), self.plan)
+
+
+def scheduled(settings: StartSettings, prepared: CheckedChain, hosts: str | None) -> StartSettings:
+    """Return how a run starts on named hosts, in this process's Slurm allocation, or else here."""
+    if hosts is not None:
+        return replace(settings, scheduler="ssh", hosts=parse_hosts(hosts))
+    if settings.backend == "auto" and own_job() is not None:
+        from dni_runtime.schedulers.slurm.allocation import job_here
+
+        job = job_here(settings.run, prepared, settings.log_level)
+        return replace(settings, scheduler="slurm", job=job)
+    return settings
 
 
 def plan_run(prepared: CheckedChain, settings: StartSettings) -> PlannedRun:

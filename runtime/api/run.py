@@ -96,11 +96,7 @@ class Run(Checkpointed):
 
     @property
     def scheduler(self) -> Scheduler:
-        """What starts its workers.
-
-        Raises:
-            DataError: This version does not know it.
-        """
+        """What starts its workers."""
         name = self.record.scheduler
         if name not in SCHEDULERS:
             raise DataError(
@@ -235,11 +231,7 @@ class Run(Checkpointed):
         return state
 
     def workers_of(self, name: str) -> list[str]:
-        """Return the workers that a name stands for: one, or all replicas of a module.
-
-        Raises:
-            UsageError: There is none of that name.
-        """
+        """Return the workers that a name stands for: one, or all replicas of a module."""
         found = [name] if name in self.modules else replicas_of(self.modules).get(name)
         if found is None:
             raise UsageError(
@@ -446,11 +438,7 @@ class Run(Checkpointed):
         return self
 
     def check_resumable(self, cut: str = "auto", epochs: int | None = None) -> None:
-        """Refuse to resume what cannot be.
-
-        Raises:
-            UsageError: It is active, has finished, or has no such checkpoint.
-        """
+        """Refuse to resume what is active, has finished, or has no such checkpoint."""
         self.record.check_no_release()
         self.check_trusted()
         job, state = self.job, self.state()
@@ -485,12 +473,7 @@ class Run(Checkpointed):
         check_cut(self.directory, self.modules, cut)
 
     def resubmit(self, log_level: str | None = None, epochs: int | None = None) -> str:
-        """Submit its batch script once more; gives the new job's id.
-
-        Args:
-            log_level: How much its workers log; by default as before.
-            epochs: As in :meth:`resume`.
-        """
+        """Submit its batch script once more; gives the new job's id."""
         self.check_trusted()
         from dni_runtime.schedulers.slurm.submit import submit_again
         from dni_runtime.supervise.start import take
@@ -505,11 +488,7 @@ class Run(Checkpointed):
         return submit_again(self.directory, self.job, log_level)
 
     def plan(self, cut: str = "auto", *, log_level: str = "info") -> LaunchPlan:
-        """The plan of its next start; writes nothing.
-
-        Raises:
-            DniError: This host lacks something: data, images, devices.
-        """
+        """The plan of its next start; writes nothing."""
         self.check_trusted()
         from dni_runtime.api.planning import plan_again
 
@@ -532,21 +511,10 @@ class Run(Checkpointed):
         log_level: str = "info",
         tell: Tell = lambda line: None,
     ) -> Launch | None:
-        """Become its owner, and plan its next start.
+        """Become its owner, and plan its next start; ``tell`` gets what the user should know.
 
-        Workers that a killed supervisor has left are stopped first.
-
-        Args:
-            cut: Stream position of the checkpoint to resume from; by default the newest.
-            epochs: As in :meth:`resume`.
-            log_level: How much its workers log.
-            tell: Told what the user should know.
-
-        Returns:
-            What to start; None if the workers that were left have finished it.
-
-        Raises:
-            UsageError: Another process owns it, or it has no such checkpoint.
+        Workers that a killed supervisor has left are stopped first. Returns what to start; None if
+        those have finished it.
         """
         self.check_trusted()
         from dni_runtime.plan.create import WORKER_BYTES
@@ -579,13 +547,7 @@ class Run(Checkpointed):
         """Become its supervisor: what a background process and a batch script do.
 
         Workers that a killed supervisor has left on this host go on and are adopted; else the plan
-        in the directory is started, or one for the nodes of this job.
-
-        Returns:
-            What to start; None if it has finished.
-
-        Raises:
-            UsageError: Another process supervises it, or this process is outside its job.
+        in the directory is started, or one for the nodes of this job. None if it has finished.
         """
         self.check_trusted()
         from dni_runtime.api.planning import plan_again

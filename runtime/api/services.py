@@ -42,11 +42,7 @@ def service_name(source: Path) -> str:
 
 
 def make_service(folder: Path, settings: Settings) -> None:
-    """Make a service's folder, if the service can be started.
-
-    Raises:
-        DniError: It cannot be started with these settings: nothing has been made.
-    """
+    """Make a service's folder; if it cannot be started with these settings, nothing is made."""
     check_folder(folder)
     from dni_runtime.api.answering import plan_deployment
     from dni_runtime.serving.server import check_server
@@ -60,12 +56,7 @@ def make_service(folder: Path, settings: Settings) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a service can have this folder, and that what it needs is installed.
-
-    Raises:
-        UsageError: One runs there, or it is something else.
-        UnavailableError: A package is missing.
-    """
+    """Check that a service can have this folder, and that what it needs is installed."""
     for package in ("uvicorn", "httptools", "uvloop", "orjson"):
         if find_spec(package) is None:
             raise UnavailableError(
@@ -82,11 +73,7 @@ def check_folder(folder: Path) -> None:
 
 
 def start_service(folder: Path, settings: Settings) -> ServiceState:
-    """Start a service in the background, and wait until it answers; return its state then.
-
-    Raises:
-        WorkerError: It has not started.
-    """
+    """Start a service in the background, and wait until it answers; return its state then."""
     make_service(folder, settings)
     log_file = folder / "service.log"
     with log_file.open("ab") as file:
@@ -108,11 +95,7 @@ def start_service(folder: Path, settings: Settings) -> ServiceState:
 
 
 def find_service(name: str | None, runs: Path) -> ServiceState:
-    """Return the state of the service of this name, by default of the only one that runs.
-
-    Raises:
-        UsageError: There is none, or more than one.
-    """
+    """Return the state of the service of this name, by default of the only one that runs."""
     if name is not None:
         state = ServiceState.peek(state_of(runs / name))
         if state is None:
@@ -133,12 +116,7 @@ def find_service(name: str | None, runs: Path) -> ServiceState:
 
 
 def give_order(folder: Path, order: Order) -> ServiceState:
-    """Have a service do something, and wait until it has; return its state then.
-
-    Raises:
-        UsageError: It does not run, or does not answer.
-        WorkerError: It could not do it: what answered before still does.
-    """
+    """Have a service do something, and wait until it has; return its state then."""
     state = ServiceState.peek(state_of(folder))
     if state is None or not state.alive:
         raise UsageError(f"service {folder.name!r} does not run", hint="dnictl serve RUN")

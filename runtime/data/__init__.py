@@ -39,17 +39,12 @@ __all__ = [
 
 
 class DataSet(NamedTuple):
-    """A data set that has a name.
+    """A data set that has a name."""
 
-    Attributes:
-        find: Finds it, from the spec, the folder of ``chain.yaml`` and, if it has any, its options.
-        options: Model of its ``args``; None if it takes none.
-        halves: Whether a file may hold samples or labels alone.
-    """
-
+    # From the spec, the folder of ``chain.yaml`` and, if it has any, its options.
     find: Callable[..., Found]
-    options: type[Frozen] | None = None
-    halves: bool = False
+    options: type[Frozen] | None = None  # of its ``args``; None: it takes none
+    halves: bool = False  # a file may hold samples or labels alone
 
 
 DATASETS: dict[str, DataSet] = {
@@ -61,11 +56,7 @@ DATASETS: dict[str, DataSet] = {
 
 
 def with_defaults(spec: DataSpec, base: Path) -> DataSpec:
-    """Return the spec with all options of its data set; of a user's class with its ``path``.
-
-    Raises:
-        SpecError: There is no such data set or option, or an option's value is not allowed.
-    """
+    """Return the spec with all options of its data set; of a user's class with its ``path``."""
     if ":" in spec.dataset:
         return with_path(spec, base)
     options = _options(spec)
@@ -75,15 +66,9 @@ def with_defaults(spec: DataSpec, base: Path) -> DataSpec:
 
 
 def describe(spec: DataSpec, base: Path) -> DataInfo:
-    """Describe the data without loading it.
+    """Describe the data without loading it; relative paths and a user's imports start at ``base``.
 
-    Args:
-        spec: The data set.
-        base: Folder of ``chain.yaml``, where relative paths and a user's imports start.
-
-    Raises:
-        SpecError: There is no such data set, class or augmentation, or they do not fit together.
-        DataError: Its files are missing or not valid, or its samples do not fill one batch.
+    Raises ``SpecError`` if there are no such data, and ``DataError`` if they cannot be used.
     """
     info = _found(spec, base).info
     augment = find_augmentation(spec.augment, base, seed=0)
@@ -100,33 +85,16 @@ def describe(spec: DataSpec, base: Path) -> DataInfo:
 
 
 def locate(spec: DataSpec, base: Path) -> Path | None:
-    """Return the folder or file that the head must be able to read; None if it needs none.
-
-    Args:
-        spec: The data set.
-        base: Folder of ``chain.yaml``.
-
-    Raises:
-        SpecError: There is no such data set.
-        DataError: The files are missing.
-    """
+    """Return the folder or file that the head must be able to read; None if it needs none."""
     if ":" in spec.dataset:
         return None if spec.path is None else resolve(spec.path, base)
     return _find(spec, base, "samples").path
 
 
 def open_data(spec: DataSpec, base: Path, *, seed: int, half: Half | None = None) -> DataSource:
-    """Load the data.
+    """Load the data, or one ``half`` of them: samples, or labels (of ``spec.of_labels``).
 
-    Args:
-        spec: The data set.
-        base: Folder of ``chain.yaml``.
-        seed: Seed of the order of the training samples and of their augmentation, at least 0.
-        half: What to read, if not both: samples, or labels (of ``spec.of_labels``).
-
-    Raises:
-        SpecError: There is no such data set, class or augmentation.
-        DataError: Its files are missing or damaged, or its samples do not fill one batch.
+    ``seed``, at least 0, is of the order of the training samples and of their augmentation.
     """
     found = _found(spec, base, half)
     augment = find_augmentation(spec.augment, base, seed)

@@ -58,11 +58,7 @@ class UserSplit(Split):
         return len(self._dataset)  # type: ignore[arg-type]  # find_user() has seen its __len__
 
     def batch(self, order_B: Tensor) -> Batch:
-        """Return the samples of these numbers.
-
-        Raises:
-            DataError: The data set fails, or returns other shapes or types than at first.
-        """
+        """Return the samples of these numbers; refuse other shapes or types than at first."""
         xs, ys, _ = self.tensors(order_B)
         if self._info is not None:
             self._check(self._info, xs, ys)

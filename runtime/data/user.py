@@ -81,15 +81,7 @@ def _below(root: Path, path: str) -> Path:  # links are not followed: containers
 def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
     """Import a user's class or function, make its two data sets, and read one sample.
 
-    Args:
-        spec: The data set.
-        base: Folder of ``chain.yaml``, where imports start.
-        half: What each item is, if not a sample with its label.
-
-    Raises:
-        SpecError: The import fails, or an argument cannot be made.
-        DataError: The class fails, or does not return samples with labels, as numbers; several
-            inputs are a tuple or a dict, several labels a tuple.
+    ``half`` is what each item is, if not a sample with its label.
     """
     path = None if spec.path is None else resolve(spec.path, base)
     target = import_target(spec.dataset, base, what="data set", location=("data", "dataset"))

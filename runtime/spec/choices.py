@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import attrgetter
 from traceback import extract_tb
+from types import ModuleType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -64,12 +65,18 @@ def find_attribute(name: str, kind: str, location: Location) -> Any:
     """
     if not _TRUST.get():
         raise UsageError(f"{kind} {name!r} would be imported, which runs code")
-    module_name, attribute = name.split(":")
+    return attribute_of(import_module(name, kind, location), name, kind, location)
+
+
+def import_module(name: str, kind: str, location: Location, looked: str = "") -> ModuleType:
+    """Import the module of an import path; ``looked`` is told if there is none."""
+    module_name = name.partition(":")[0]
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        problem = _missing_module(module_name, error)
         raise SpecError(
-            f"{kind} {name!r}: {missing_module(module_name, error)}",
+            f"{kind} {name!r}: {problem}{looked if problem.startswith('there is') else ''}",
             location=location,
             hint="imports start at the folder of chain.yaml, or name an installed package; images "
             "have those of 'image.requirements'",
@@ -78,26 +85,28 @@ def find_attribute(name: str, kind: str, location: Location) -> Any:
         raise SpecError(
             f"{kind} {name!r}: importing {module_name!r} failed: {with_causes(error)}",
             location=location,
-            hint=other_build(error),
+            hint="this torchvision was built for another torch: install both from the same index"
+            if "operator torchvision::" in str(error)
+            else None,
         ) from error
+
+
+def attribute_of(module: ModuleType, name: str, kind: str, location: Location) -> Any:
+    """Return what an import path means in its module."""
+    attribute = name.partition(":")[2]
     try:
         return attrgetter(attribute)(module)
     except AttributeError:
+        close = difflib.get_close_matches(attribute, vars(module), n=1)
         raise SpecError(
-            f"{kind} {name!r}: module {module_name!r} has no {attribute!r}",
+            f"{kind} {name!r}: {getattr(module, '__file__', module.__name__)} has no class or "
+            f"function {attribute!r}",
             location=location,
-            hint=meant_in(module, attribute),
+            hint=f"did you mean {close[0]!r}?" if close else None,
         ) from None
 
 
-def other_build(error: BaseException) -> str | None:
-    """Return what to do if torchvision and torch do not fit each other."""
-    if "operator torchvision::" not in str(error):
-        return None
-    return "this torchvision was built for another torch: install both from the same index"
-
-
-def missing_module(wanted: str, error: ModuleNotFoundError) -> str:
+def _missing_module(wanted: str, error: ModuleNotFoundError) -> str:
     """Return which module is missing, and where another one than ``wanted`` is imported."""
     if error.name is None:
         return f"importing {wanted!r} failed: {with_causes(error)}"
@@ -106,12 +115,6 @@ def missing_module(wanted: str, error: ModuleNotFoundError) -> str:
     frames = [one for one in extract_tb(error.__traceback__) if not one.filename.startswith("<")]
     at = f" ({frames[-1].filename}:{frames[-1].lineno})"
     return f"{wanted!r} imports {error.name!r}, which is missing{at}"
-
-
-def meant_in(module: object, attribute: str) -> str | None:
-    """Return ``did you mean …?`` with the most similar name of a module, or None."""
-    close = difflib.get_close_matches(attribute, vars(module), n=1)
-    return f"did you mean {close[0]!r}?" if close else None
 
 
 _REFUSALS = TypeError, ValueError, RuntimeError, AssertionError, ImportError

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dni_runtime.spec.named import Choice, Frozen
+from dni_runtime.spec.named import Choice, Frozen, Words
 
 REPLICA = "{replica}"
 """In ``data.path``: the number of the head's replica, each of which has data of its own."""
@@ -71,7 +71,7 @@ class DataSpec(Frozen):
     # Keys of rows that are dicts: the inputs, in the order of ``forward``'s arguments, and the
     # label, or several. Empty: found by their names.
     inputs: tuple[str, ...] = ()
-    label: tuple[str, ...] = ()
+    label: Words = ()
     # Written as ``tail``, or as a data set, if they stay at the tail; None: the head sends them.
     labels: LabelsSpec | None = None
 
@@ -83,11 +83,6 @@ class DataSpec(Frozen):
                 raise ValueError(f"{value!r} is not allowed here: labels are at 'head' or 'tail'")
             return {} if value == "tail" else None
         return value
-
-    @field_validator("label", mode="before", json_schema_input_type=str | tuple[str, ...])
-    @classmethod
-    def _key_or_keys(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="before")
     @classmethod

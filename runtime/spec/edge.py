@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Self
 
 from pydantic import Field
 
@@ -99,6 +100,10 @@ class EdgeSpec(Frozen):
             )
             for lane in self.lanes
         ) or (self,)
+
+    def with_lanes(self, lanes: Iterable[LaneSpec] = ()) -> Self:
+        """Return the same link, of these lanes."""
+        return self.model_copy(update={"lanes": tuple(lanes)})
 
     def carries(self, id: int) -> bool:
         """Whether the batch with this id comes this way; a marker comes on all."""

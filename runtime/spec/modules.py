@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from dni_runtime.spec.machines import ResourcesSpec
-from dni_runtime.spec.named import TAG, Choice, Frozen, LayerSpec, Name, matching
+from dni_runtime.spec.named import TAG, Choice, Frozen, LayerSpec, Name, Words, matching
 
 Device = Annotated[
     str, matching(r"^(auto|cpu|(cuda|rocm)(:\d{1,2})?)$", "a device: auto, cpu, cuda, cuda:1, rocm")
@@ -48,15 +48,10 @@ class GroupSpec(Frozen):
 
     # ``norms``, ``biases``, ``embeddings``, ``vectors``, ``matrices`` (except those of embeddings),
     # or name patterns such as ``*.attn.*``. A parameter belongs to the first group that matches it.
-    parameters: tuple[str, ...]
+    parameters: Words
     # Of the module's optimizer, such as ``weight_decay``.
     options: dict[str, Any] = Field(default_factory=dict)
     optimizer: Choice | None = None  # another one
-
-    @field_validator("parameters", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _options_or_optimizer(self) -> Self:

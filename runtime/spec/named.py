@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StringConstraints,
@@ -33,6 +34,15 @@ _LETTERS = "of at most 40 lower-case letters, digits and inner dashes"
 
 Name = Annotated[str, matching(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", f"a name {_LETTERS}")]
 """Names end up in paths, image labels and definition files: lower-case letters, digits, dashes."""
+
+Words = Annotated[
+    tuple[str, ...],
+    BeforeValidator(
+        lambda value: (value,) if isinstance(value, str) else value,
+        json_schema_input_type=str | tuple[str, ...],
+    ),
+]
+"""Several texts, or one that is written without a list."""
 
 IMPORT_KEY = "import"
 

@@ -102,7 +102,7 @@ def with_replicas(worker: WorkerSpec, counts: Mapping[str, int]) -> WorkerSpec:
         return tuple(lane for lane in candidates if _carries(lane.route))
 
     def now(edges: tuple[EdgeSpec, ...]) -> tuple[EdgeSpec, ...]:
-        return tuple(edge.model_copy(update={"lanes": carrying(edge.lanes)}) for edge in edges)
+        return tuple(edge.with_lanes(carrying(edge.lanes)) for edge in edges)
 
     module = module_of(worker.module)
     return worker.model_copy(
@@ -159,13 +159,7 @@ def _workers(
             edges: tuple[EdgeSpec, ...], end: str, name: str = name
         ) -> tuple[EdgeSpec, ...]:
             return tuple(
-                edge.model_copy(
-                    update={
-                        "lanes": tuple(
-                            lane for lane in lanes[edge.number] if getattr(lane, end) == name
-                        )
-                    }
-                )
+                edge.with_lanes(lane for lane in lanes[edge.number] if getattr(lane, end) == name)
                 for edge in edges
             )
 

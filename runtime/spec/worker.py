@@ -230,8 +230,8 @@ class WorkerSpec(ModuleContent):
             update={
                 "module": module_of(self.module),
                 "replica": 1,
-                "sources": tuple(edge.model_copy(update={"lanes": ()}) for edge in self.sources),
-                "targets": tuple(edge.model_copy(update={"lanes": ()}) for edge in self.targets),
+                "sources": tuple(edge.with_lanes() for edge in self.sources),
+                "targets": tuple(edge.with_lanes() for edge in self.targets),
                 "peers": (),
             }
         )

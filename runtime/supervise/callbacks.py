@@ -9,8 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
+from operator import methodcaller
 from queue import SimpleQueue
 from typing import Any, Self
 
@@ -19,7 +18,7 @@ from dni_runtime.plan.callbacks import Callback, StartedRun, callback_class
 from dni_runtime.run.cuts import complete_cuts
 from dni_runtime.run.documents.base import Document
 from dni_runtime.run.documents.events import Event
-from dni_runtime.run.documents.metrics import EvaluationLine, parse_evaluation
+from dni_runtime.run.documents.metrics import parse_evaluation
 from dni_runtime.run.documents.records import RunRecord
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.lease import LeaseError
@@ -88,7 +87,7 @@ class Callbacks:
         self._look_at_s = 0.0
         self._thread = threading.Thread(target=self._work, name="callbacks", daemon=True)
         self._thread.start()
-        self._call(lambda one: one.on_start(started))
+        self._call(methodcaller("on_start", started))
 
     @classmethod
     def of(cls, run: RunDir, attempt: int) -> Self | None:
@@ -118,16 +117,17 @@ class Callbacks:
             if line.time > told.time or line.step > told.step:
                 newest = {"time": max(line.time, told.time), "step": max(line.step, told.step)}
                 self._told = told.model_copy(update=newest)
-                self._call(partial(_evaluation, line))
+                self._call(methodcaller("on_evaluation", line))
         for cut in complete_cuts(self._run, self._modules):
             if cut > self._told.cut:
                 self._told = self._told.model_copy(update={"cut": cut})
-                self._call(partial(_checkpoint, cut, self._run.checkpoint(cut, "x").parent))
+                folder = self._run.checkpoint(cut, "x").parent
+                self._call(methodcaller("on_checkpoint", cut, folder))
 
     def end(self, state: RunState) -> None:
         """Tell how the run has ended, and wait until all calls are made."""
         self.look(state)
-        self._call(lambda one: one.on_end(state))
+        self._call(methodcaller("on_end", state))
         self._calls.put(None)
         self._thread.join(_END_S)
         if self._thread.is_alive():
@@ -150,14 +150,6 @@ class Callbacks:
                         _record_failure(self._run, name, error)
             with contextlib.suppress(OSError):  # a full disk: they may be told again
                 told.write(self._run.told, durable=False)
-
-
-def _evaluation(line: EvaluationLine, callback: Callback) -> None:
-    callback.on_evaluation(line)
-
-
-def _checkpoint(cut: int, folder: Path, callback: Callback) -> None:
-    callback.on_checkpoint(cut, folder)
 
 
 def _record_failure(run: RunDir, name: str, error: Exception) -> None:

@@ -471,7 +471,7 @@ def test_cuts_have_names() -> None:
             r"shape \(2,\) passes, which does not have the",
         ),
         (("number", "float32[2]"), {}, "returns int, not a torch.nn.Module"),
-        (("Skip", "float32[2]"), {}, "module 'piecewise' has no 'Skip'"),
+        (("Skip", "float32[2]"), {}, r"piecewise\.py has no class or function 'Skip'"),
         (("Skips", "float32[3, 6]"), {}, "cannot be traced .*expected input"),
         (("Skips", "float33[3, 6]"), {}, "'float33.3, 6.' is not a type and a shape"),
     ],
