@@ -172,10 +172,9 @@ class Piece(nn.Module):
         for place, name in reversed(self._places):
             self.borrowed[name].take(values.pop(place))
         outputs = (self._train if self.training else self._eval)(*values)
-        outputs = tuple(
-            output.detach() if still else output
-            for output, still in zip(outputs, self._no_gradient, strict=True)
-        )
+        if self.training and any(self._no_gradient):
+            pairs = zip(outputs, self._no_gradient, strict=True)
+            outputs = tuple(output.detach() if still else output for output, still in pairs)
         if self._lends:
             for name in self._lends:
                 lent = self.lent(name).detach() if name in self._still else self.lent(name)
