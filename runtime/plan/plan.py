@@ -10,19 +10,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from dni_runtime.errors import LASTING, DataError, UnansweredError, UnavailableError, UsageError
 from dni_runtime.files import read_json
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.run.rundir import RunDir
+from dni_runtime.spec.running import RestartSpec
 from dni_runtime.worker.start import WorkerStart
 
 Scope = Literal["module", "chain"]
 
 
-@dataclass(frozen=True)
-class RestartPlan:
+class RestartPlan(RestartSpec):
     """A plan's rules for restarts (``restart`` in chain.yaml).
 
     The ``scope`` is the module that died, or the whole chain if a gradient interface waits for true
@@ -31,13 +31,7 @@ class RestartPlan:
     """
 
     policy: Literal["on-failure", "never"] = "never"
-    limit: int = 10  # consecutive restarts of one module before the run fails
-    backoff_s: float = 0.5  # before the first restart; doubled for each further one
-    backoff_max_s: float = 30.0  # longest wait before a restart
-    healthy_s: float = 60.0  # of uptime, which reset the count of restarts
-    # whether stalled modules (``supervise/stall.py``) are restarted or only reported
-    on_stall: Literal["warn", "restart"] = "warn"
-    stall_s: float = 120.0  # without progress, after which a module may count as stalled
+    snapshot_s: float = Field(default=0.0, exclude=True)  # the workers' specs have it
     scope: Scope = "module"
 
 

@@ -120,8 +120,6 @@ def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Chec
         from dni_runtime.core.dynamo import postpone_dynamo
         from dni_runtime.data import with_defaults
         from dni_runtime.plan.callbacks import check_callbacks
-        from dni_runtime.plan.initial import find_initial
-        from dni_runtime.resolve.resolve import resolved_chain, worker_specs
         from dni_runtime.resolve.shapes import by_name
 
         postpone_dynamo()
@@ -133,19 +131,25 @@ def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Chec
         with _naming_data(path, UNCHECKED):
             info, location = _find_data(written, base)
         written, info = by_name(written, info)
-        workers = worker_specs(written, info)
-        chain = resolved_chain(written, info)
-        initial = find_initial(written, workers, base)
-        looked = None
+        checked = _resolved(path, written, info, location)
         if tries:
             from dni_runtime.plan.trial import try_chain
 
             with _naming_data(path):
-                looked = try_chain(chain, workers, base, location, initial)
-        sources |= _imported(base)
-    return CheckedChain(
-        path, written, chain, info, location, workers, sources, initial, looked=looked
-    )
+                looked = try_chain(checked.chain, checked.workers, base, location, checked.initial)
+            checked = replace(checked, looked=looked)
+        return replace(checked, sources=sources | _imported(base))
+
+
+def _resolved(path: Path, written: ChainSpec, info: DataInfo, data: Path | None) -> CheckedChain:
+    """Return a chain with its workers' specs and the initial weights that it names."""
+    from dni_runtime.plan.initial import find_initial
+    from dni_runtime.resolve.resolve import resolved_chain, worker_specs
+
+    workers = worker_specs(written, info)
+    chain = resolved_chain(written, info)
+    initial = find_initial(written, workers, path.parent.absolute())
+    return CheckedChain(path, written, chain, info, data, workers, {}, initial)
 
 
 @contextmanager
@@ -174,9 +178,6 @@ def _imported(base: Path) -> dict[str, Path]:
 
 def prepare_again(prepared: CheckedChain, written: ChainSpec) -> CheckedChain:
     """Check another version of a chain; nothing is tried."""
-    from dni_runtime.plan.initial import find_initial
-    from dni_runtime.resolve.resolve import resolved_chain, worker_specs
-
     base, info, location = prepared.base.absolute(), prepared.info, prepared.data
     looked, other = prepared.looked, (prepared.written.data, written.data)
     made = [(one.dataset, one.path, one.args, one.normalize) for one in other]
@@ -187,18 +188,8 @@ def prepare_again(prepared: CheckedChain, written: ChainSpec) -> CheckedChain:
         if written.data != prepared.written.data:
             with _naming_data(prepared.path):
                 info, location = _find_data(written, base)
-        workers = worker_specs(written, info)
-        return replace(
-            prepared,
-            written=written,
-            chain=resolved_chain(written, info),
-            info=info,
-            data=location,
-            workers=workers,
-            sources=sources,
-            initial=find_initial(written, workers, base),
-            looked=looked,
-        )
+        checked = _resolved(prepared.path, written, info, location)
+        return replace(checked, sources=sources, looked=looked, carried=prepared.carried)
 
 
 def prepare_with(prepared: CheckedChain, settings: Mapping[str, Any]) -> CheckedChain:

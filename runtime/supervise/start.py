@@ -158,7 +158,7 @@ def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
     for module in alive.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(module.pid or 0), signal.SIGTERM)
-    rule = StallRule(list(alive), RestartPlan.stall_s)
+    rule = StallRule(list(alive), RestartPlan().stall_s)
 
     def save(names: Iterable[str]) -> bool:
         """Whether any of these still saves something."""

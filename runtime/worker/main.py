@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -58,7 +57,6 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
     metrics.set_state("starting")
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_naming_a_full_disk())
             stack.enter_context(metrics.report.regularly())
             if options.by_rank:
                 stack.enter_context(heeding_stop(run, stop))
@@ -71,6 +69,10 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
             role = Worker if spec.trained is None else Predictor
             outcome = role(Attempt(options, spec, run, metrics, stop, keys)).live()
     except BaseException as error:
+        if isinstance(error, OSError) and is_full(error):
+            full = DiskError(f"the disk is full: {error}", hint="make room")
+            metrics.set_state("failed", full)
+            raise full from error
         stopped = isinstance(error, StoppedError)
         metrics.set_state("stopped" if stopped else "failed", error)
         raise
@@ -83,16 +85,6 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
             record = RunRecord.load(run.record)
             wait_for_others(run, () if record is None else record.modules, spec.stop_grace_s)
         raise StoppedError("stopped before the end of the run", hint="resume it to continue")
-
-
-@contextlib.contextmanager
-def _naming_a_full_disk() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if is_full(error):
-            raise DiskError(f"the disk is full: {error}", hint="make room") from error
-        raise
 
 
 def selftest(spec: WorkerSpec) -> None:

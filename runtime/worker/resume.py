@@ -63,7 +63,7 @@ def begin(
 ) -> tuple[Start, Ledger]:
     """Put a module into the state that it starts with.
 
-    ``wanted`` is ``auto`` (the newest complete cut; see :func:`forget_later`), ``own``, ``none``,
+    ``choice`` is ``auto`` (the newest complete cut; see :func:`forget_later`), ``own``, ``none``,
     or a cut's number. ``first`` is the attempt that was to start there, with the whole chain; if
     that or a later one has started, this one resumes from its ``own`` state.
     """

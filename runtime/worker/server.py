@@ -177,10 +177,6 @@ class ModuleServer:
             return True
         return self._goes_on_alone and self._output.room_or_alone()
 
-    def _alone(self, output: Fanout) -> bool:
-        """Whether training continues without a module downstream."""
-        return self._goes_on_alone and output.lost
-
     def _take(self) -> bool:
         """Handle the next item, if there is one."""
         item: Batch | Marker | None
@@ -304,7 +300,7 @@ class ModuleServer:
         if self._neighbours is not None:
             for output in self._output.links:
                 self._neighbours.look(output)
-        if self._stage is Stage.DRAINING and self._alone(self._output):
+        if self._stage is Stage.DRAINING and self._goes_on_alone and self._output.lost:
             self._give_up()
         for event in self._output.receive():
             if isinstance(event, Gradient):
@@ -357,16 +353,6 @@ class ModuleServer:
         else:
             self._conclude()
 
-    def _save(self, marker: Marker) -> None:
-        id, finite = marker.id, self._divergence.weights_finite(marker.id)
-        self._saver.checkpoint(id, over=Mark.END in marker.mark, finite=finite)
-        self._evaluations.checkpoint(id)
-
-    def _is_written(self, cut: int) -> bool:
-        """Whether an earlier attempt has written this module's part of a cut."""
-        part = self._metrics.run.checkpoint(cut, self._step.spec.module)
-        return document_file(part).exists()
-
     def _conclude(self) -> None:
         """Do what the marker stands for, once the evaluation before it is whole; then go on."""
         marker = self._held_marker
@@ -390,9 +376,12 @@ class ModuleServer:
             log.info("no better evaluation within the patience: training ends")
             self._ask_upstream(END_EARLY)
         if Mark.CHECKPOINT in mark and marker.id > self._start.cut:
+            part = self._metrics.run.checkpoint(marker.id, self._step.spec.module)
             if ledger.progress.counts.id <= marker.id:
-                self._save(marker)
-            elif self._is_written(marker.id):
+                finite = self._divergence.weights_finite(marker.id)
+                self._saver.checkpoint(marker.id, over=Mark.END in mark, finite=finite)
+                self._evaluations.checkpoint(marker.id)
+            elif document_file(part).exists():  # by an earlier attempt
                 # Its counts are those of the marker; now batches after it have been counted.
                 self._evaluations.checkpoint(marker.id)
         last = marker if mark & (Mark.END | Mark.STOP) else None  # answered in the farewell

@@ -268,7 +268,7 @@ class Supervision:
             for spec in self._specs
         )
         scope: Any = "chain" if any(spec.exact for spec in self._specs) else "module"
-        rules = RestartPlan("on-failure", limit=30, backoff_max_s=5.0, scope=scope)
+        rules = RestartPlan(policy="on-failure", limit=30, backoff_max_s=5.0, scope=scope)
         return LaunchPlan(
             str(self._run.root),
             "process",

@@ -30,7 +30,7 @@ def world(record: Record) -> World:
 @pytest.fixture
 def supervise(world: World, record: Record, plan: LaunchPlan) -> MakeSupervisor:
     def make(**changes: object) -> Supervisor:
-        chosen = replace(plan, restart=replace(RULES, **changes))  # type: ignore[arg-type]
+        chosen = replace(plan, restart=RULES.model_copy(update=changes))  # type: ignore[arg-type]
         return Supervisor(record.run, chosen, world, clock=world.clock, sleep=world.sleep)
 
     return make
@@ -58,7 +58,7 @@ def attempts(record: Record, name: str, kind: str = "worker_started") -> list[in
 
 
 def test_delays_double_up_to_a_limit() -> None:
-    patience, plan = Backoff(), replace(RULES, limit=9, backoff_max_s=5)
+    patience, plan = Backoff(), RULES.model_copy(update={"limit": 9, "backoff_max_s": 5})
     delays = [patience.delay_s(plan, 137, 0) for _ in range(10)]
     assert delays == [0.5, 1, 2, 4, 5, 5, 5, 5, 5, None]
 
@@ -74,7 +74,7 @@ def test_a_healthy_stretch_starts_the_count_anew() -> None:
 
 def test_what_was_there_may_come_back() -> None:
     """An interface, a driver, a neighbour: tried again by a module that has run, with a limit."""
-    plan = replace(RULES, limit=3)
+    plan = RULES.model_copy(update={"limit": 3})
     for code in (68, 69):
         patience = Backoff()
         assert patience.runs(1, 1)
@@ -90,7 +90,7 @@ def test_some_failures_no_start_can_mend(code: int) -> None:
 @pytest.mark.parametrize("code", [1, 70, 134, 137, 143])
 def test_others_it_can(code: int) -> None:
     assert Backoff().delay_s(RULES, code, 0) == 0.5
-    assert Backoff().delay_s(replace(RULES, policy="never"), code, 0) is None
+    assert Backoff().delay_s(RULES.model_copy(update={"policy": "never"}), code, 0) is None
 
 
 def test_a_killed_worker_is_started_again(

@@ -123,7 +123,7 @@ def test_without_room_the_run_stops_to_be_resumed(
     hosts = FakeHosts(room=policy == "never")
     world.at.append((4, lambda: hosts.gone.add("n3")))
     world.exits(4, top=0)  # the tail, which would end the run
-    rules = replace(RULES, policy=policy)  # type: ignore[arg-type]
+    rules = RULES.model_copy(update={"policy": policy})  # type: ignore[arg-type]
     state = supervisor(world, plan, hosts, rules).run()
     assert (state.phase, state.exit_code) == ("stopped", 75)
     assert state.error == "node n3 lost: no room for top elsewhere"
@@ -140,7 +140,7 @@ def test_one_that_waits_for_its_restart_moves_too(
     world.exits(3, middle=-9)
     world.at.append((4, lambda: hosts.gone.add("n2")))
     finish(world, 30, "bottom", "middle", "top")
-    state = supervisor(world, plan, hosts, replace(RULES, backoff_s=10)).run()
+    state = supervisor(world, plan, hosts, RULES.model_copy(update={"backoff_s": 10})).run()
     assert state.phase == "finished"
     assert attempts(record, "middle") == [1, 2]
     assert world.processes["middle"].worker.node == "spare"
@@ -153,7 +153,7 @@ def test_an_exact_chain_goes_back_as_a_whole(
     world.at.append((4, lambda: hosts.gone.update(("n2", "n3"))))
     world.exits(4, middle=0)
     finish(world, 20, "bottom", "middle", "top")
-    state = supervisor(world, plan, hosts, replace(RULES, scope="chain")).run()
+    state = supervisor(world, plan, hosts, RULES.model_copy(update={"scope": "chain"})).run()
     assert state.phase == "finished"
     for name, node in (("bottom", "n1"), ("middle", "spare"), ("top", "spare")):
         assert attempts(record, name) == [1, 2]
@@ -409,7 +409,7 @@ def test_all_that_cannot_be_started_at_once_cost_one_replica(
 
     world.start = refusing  # type: ignore[method-assign]
     finish(world, 40, "bottom", "middle.1", "middle.2", "top")
-    rules = replace(RULES, limit=1)
+    rules = RULES.model_copy(update={"limit": 1})
     state = with_replicas(world, plan, ["n1", "n2", "n3"], SHARED, 3, rules=rules).run()
     assert (state.phase, state.modules["middle.3"].state) == ("finished", "inactive")
     assert scaled(record) == [{"middle": 2}]
@@ -470,7 +470,7 @@ def test_whose_restarts_are_not_wanted_loses_no_replica(
     world: World, plan: LaunchPlan, record: Record
 ) -> None:
     world.exits(4, **{"middle.1": 1})
-    rules = replace(RULES, policy="never")
+    rules = RULES.model_copy(update={"policy": "never"})
     state = with_replicas(world, plan, ["n1", "n2", "n3"], SHARED, 3, rules=rules).run()
     assert (state.phase, state.failed) == ("failed", "middle.1")
     assert not scaled(record)

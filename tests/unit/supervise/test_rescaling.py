@@ -188,7 +188,7 @@ def test_a_wish_waits_for_a_worker_that_is_restarted(
         world.stops(process)
 
     world.on_stop["top"] = stops
-    assert make(2, rules=replace(RULES, backoff_s=10)).run().phase == "finished"
+    assert make(2, rules=RULES.model_copy(update={"backoff_s": 10})).run().phase == "finished"
     assert attempts(record, "middle.1") == [1, 2, 3]
     assert [at_s >= 13 for at_s in told] == [True]
 

@@ -695,7 +695,7 @@ def test_one_that_died_meanwhile_is_started_again(
     world.ended_meanwhile.add("middle")
     world.exits(3, top=0)
     world.exits(4, bottom=0, middle=0)
-    rules = replace(kept, restart=RestartPlan("on-failure"))
+    rules = replace(kept, restart=RestartPlan(policy="on-failure"))
     ended = adopting(record, rules, world, state).run()
     middle = ended.modules["middle"]
     assert (ended.phase, middle.attempt, middle.restarts) == ("finished", 5, 4)
@@ -725,7 +725,7 @@ def test_where_all_are_to_restart_nobody_is_started_before(
     state.restart_reason = "other numbers of replicas are wanted"
     world.ended_meanwhile.add("bottom")
     world.exits(9, bottom=0, middle=0, top=0)
-    rules = replace(plan, restart=RestartPlan("on-failure", backoff_s=0))
+    rules = replace(plan, restart=RestartPlan(policy="on-failure", backoff_s=0))
     assert adopting(record, rules, world, state).run().phase == "finished"
     started = [one["module"] for one in events(record) if one["event"] == "worker_started"]
     assert started == ["bottom", "middle", "top"]

@@ -65,7 +65,7 @@ def world(record: Record) -> Watched:
 def supervise(world: Watched, record: Record, plan: LaunchPlan) -> Callable[..., RunState]:
     def run(**changes: Any) -> RunState:
         rules = RestartPlan(policy="on-failure", limit=2, healthy_s=10, stall_s=STALL_S)
-        chosen = replace(plan, restart=replace(rules, **changes))
+        chosen = replace(plan, restart=rules.model_copy(update=changes))
         supervisor = Supervisor(record.run, chosen, world, clock=world.clock, sleep=world.sleep)
         return supervisor.run(world.observe)
 
