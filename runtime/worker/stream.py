@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -18,7 +17,6 @@ from dni_runtime.spec import HeadRole
 from dni_runtime.wire import Mark, Mode, Part, Rows
 
 NOTHING = Mark(0)
-Takes = Callable[[], bool]
 Phase = Literal["train", "eval", "test", "end"]
 
 
@@ -84,9 +82,16 @@ class Items(Protocol):
 
 
 class Stream(Iterator[Item]):
-    """The items of a data set; see :func:`items`.
+    """The items of a data set, from a position on.
 
-    ``shared``: other replicas of the head read some of the batches.
+    Per epoch: training batches, an EPOCH marker, evaluation batches and an EVAL marker; after the
+    last evaluation, if there is a test set, test batches and a TEST marker; at the very end an END
+    marker. CHECKPOINT is added to the markers for which the spec asks. Between training batches
+    there are SYNC and CHECKPOINT markers after as many steps as it asks for. Replicas share before
+    each evaluation, checkpoint and end.
+
+    ``shared``: other replicas of the head read some of the batches. ``loss`` weighs parts of a
+    batch; None if the labels are not here.
     """
 
     def __init__(
@@ -99,146 +104,106 @@ class Stream(Iterator[Item]):
         loss: ChainLoss | None = None,
     ) -> None:
         self.takes = True
-        self.samples = []
-        if shared:
-            info = source.info
-            self.samples = [info.train_samples, info.eval_samples, info.test_samples]
+        info = source.info
+        samples = [info.train_samples, info.eval_samples, info.test_samples]
+        self.samples = samples if shared else []
+        self._source, self._role, self._shared, self._loss = source, role, shared, loss
         self._early = False
-        takes = (lambda: self.takes) if shared else None
-        self._from = partial(items, source, role, early=lambda: self._early, takes=takes, loss=loss)
         self._items = self._from(start)
 
     def __next__(self) -> Item:
         return next(self._items)
 
     def end(self) -> None:
+        """Let only the test set and the end follow."""
         self._early = True
 
     def close(self) -> None:
         self._items.close()  # stops reading ahead
 
+    def _from(self, at: Position) -> Generator[Item, None, None]:
+        role, tested = self._role, self._source.has_test
+        while at.phase != "end":
+            epoch = at.epoch
+            if at.phase == "train":
+                at = yield from self._train(at)
+                if self._early:
+                    at = replace(at, phase="test" if tested else "end")
+                    if at.sync(role):
+                        at = replace(at, synced=at.step)
+                        yield Item(epoch, at, mark=Mark.SYNC | Mark.CHECKPOINT)
+            last = epoch >= role.epochs or at.step == role.steps
+            if at.phase == "train":
+                evaluates = role.eval_every > 0 and (last or epoch % role.eval_every == 0)
+                every = role.checkpoint.every_epochs
+                saves = every > 0 and epoch % every == 0 and not last  # END saves the last one
+                saves |= role.selects and evaluates
+                mark = Mark.EPOCH | at.sync(role) | (Mark.CHECKPOINT if saves else NOTHING)
+                at = replace(at, synced=at.step)
+                at = replace(at, phase="eval") if evaluates else _next(at, last)
+                yield Item(epoch, at, mark=mark)
+            if at.phase == "eval":
+                at = yield from self._evaluate(at)
+                tests = last and tested
+                at = replace(at, phase="test", eval_batch=0) if tests else _next(at, last)
+                yield Item(epoch, at, mark=Mark.EVAL)
+            if at.phase == "test":
+                at = _next((yield from self._evaluate(at)), last=True)
+                yield Item(epoch, at, mark=Mark.TEST)
+        yield Item(at.epoch, at, mark=Mark.END | Mark.CHECKPOINT)
 
-def items(
-    source: DataSource,
-    role: HeadRole,
-    start: Position = Position(),
-    early: Callable[[], bool] = lambda: False,
-    takes: Takes | None = None,
-    loss: ChainLoss | None = None,
-) -> Generator[Item, None, None]:
-    """Yield the stream from a position on.
-
-    Per epoch: training batches, an EPOCH marker, evaluation batches and an EVAL marker; after the
-    last evaluation, if there is a test set, test batches and a TEST marker; at the very end an END
-    marker. CHECKPOINT is added to the markers for which the spec asks. Between training batches
-    there are SYNC and CHECKPOINT markers after as many steps as it asks for. Replicas share before
-    each evaluation, checkpoint and end.
-
-    Once ``early`` returns True, only the test set and the end follow. ``takes`` returns whether to
-    read the batch that comes next; None: all are read. ``loss`` weighs parts of a batch; None if
-    the labels are not here.
-    """
-    at = start
-    while at.phase != "end":
-        epoch = at.epoch
-        if at.phase == "train":
-            at = yield from _train(source, role, at, early, takes, loss)
-            if early():
-                at = replace(at, phase="test" if source.has_test else "end")
-                if at.sync(role):
-                    at = replace(at, synced=at.step)
-                    yield Item(epoch, at, mark=Mark.SYNC | Mark.CHECKPOINT)
-        last = epoch >= role.epochs or at.step == role.steps
-        if at.phase == "train":
-            evaluates = role.eval_every > 0 and (last or epoch % role.eval_every == 0)
-            every = role.checkpoint.every_epochs
-            saves = every > 0 and epoch % every == 0 and not last  # END saves the last one
-            saves |= role.selects and evaluates
-            mark = Mark.EPOCH | at.sync(role) | (Mark.CHECKPOINT if saves else NOTHING)
-            at = replace(at, synced=at.step)
-            at = replace(at, phase="eval") if evaluates else _next(at, last)
-            yield Item(epoch, at, mark=mark)
-        if at.phase == "eval":
-            at = yield from _evaluate(source, role, at, takes)
-            tests = last and source.has_test
-            at = replace(at, phase="test", eval_batch=0) if tests else _next(at, last)
-            yield Item(epoch, at, mark=Mark.EVAL)
-        if at.phase == "test":
-            at = _next((yield from _evaluate(source, role, at, takes)), last=True)
-            yield Item(epoch, at, mark=Mark.TEST)
-    yield Item(at.epoch, at, mark=Mark.END | Mark.CHECKPOINT)
-
-
-def _evaluate(
-    source: DataSource, role: HeadRole, at: Position, takes: Takes | None
-) -> Generator[Item, None, Position]:
-    """Yield an evaluation's remaining batches; return the position after them."""
-    for batch in _batches(source, at, at.eval_batch, takes):
-        x, y_BY = batch or (None, None)
-        rows = _rows(source, role, at, at.eval_batch)
-        at = replace(at, eval_batch=at.eval_batch + 1)
-        yield Item(at.epoch, at, mode=Mode.EVAL, x=x, y_BY=y_BY, rows=rows)
-    return at
-
-
-def _batches(
-    source: DataSource, at: Position, start: int, takes: Takes | None
-) -> Iterator[Batch | None]:
-    if takes is None:
-        return source.batches(at.phase, at.epoch, start)
-    return source.some_batches(at.phase, at.epoch, start, takes)
-
-
-def _rows(source: DataSource, role: HeadRole, at: Position, number: int) -> Rows | None:
-    """Return which samples a batch has, if the labels stay at the tail."""
-    if role.data.labels is None:
-        return None
-    return source.rows(at.phase, at.epoch, number)
-
-
-def _train(
-    source: DataSource,
-    role: HeadRole,
-    at: Position,
-    early: Callable[[], bool],
-    takes: Takes | None,
-    loss: ChainLoss | None,
-) -> Generator[Item, None, Position]:
-    """Yield an epoch's remaining training batches; return the position after them."""
-    sends = _left(source, role, at)
-    saves, syncs = role.checkpoint.every_steps, role.sync_steps
-    if not sends or early():
+    def _evaluate(self, at: Position) -> Generator[Item, None, Position]:
+        """Yield an evaluation's remaining batches; return the position after them."""
+        for batch in self._batches(at, at.eval_batch):
+            x, y_BY = batch or (None, None)
+            rows = self._rows(at, at.eval_batch)
+            at = replace(at, eval_batch=at.eval_batch + 1)
+            yield Item(at.epoch, at, mode=Mode.EVAL, x=x, y_BY=y_BY, rows=rows)
         return at
-    batches = _batches(source, at, at.batch, takes)
-    for _ in range(sends):
-        due = Mark.CHECKPOINT if saves and at.step % saves == 0 else NOTHING
-        if due or (syncs and at.step % syncs == 0):
-            due |= at.sync(role)
-        if due and at.batch and not at.saved:
-            at = replace(at, saved=True, synced=at.synced if due == Mark.SYNC else at.step)
-            yield Item(at.epoch, at, mark=due)
-            if early():
+
+    def _batches(self, at: Position, start: int) -> Iterator[Batch | None]:
+        if not self._shared:
+            return self._source.batches(at.phase, at.epoch, start)
+        return self._source.some_batches(at.phase, at.epoch, start, lambda: self.takes)
+
+    def _rows(self, at: Position, number: int) -> Rows | None:
+        """Return which samples a batch has, if the labels stay at the tail."""
+        if self._role.data.labels is None:
+            return None
+        return self._source.rows(at.phase, at.epoch, number)
+
+    def _train(self, at: Position) -> Generator[Item, None, Position]:
+        """Yield an epoch's remaining training batches; return the position after them."""
+        role, sends = self._role, max(self._source.train_batch_count - at.batch, 0)
+        if role.steps is not None:
+            sends = min(sends, max(role.steps - at.step, 0))
+        saves, syncs = role.checkpoint.every_steps, role.sync_steps
+        if not sends or self._early:
+            return at
+        batches = self._batches(at, at.batch)
+        for _ in range(sends):
+            due = Mark.CHECKPOINT if saves and at.step % saves == 0 else NOTHING
+            if due or (syncs and at.step % syncs == 0):
+                due |= at.sync(role)
+            if due and at.batch and not at.saved:
+                at = replace(at, saved=True, synced=at.synced if due == Mark.SYNC else at.step)
+                yield Item(at.epoch, at, mark=due)
+                if self._early:
+                    break
+            x, y_BY = next(batches) or (None, None)
+            rows = self._rows(at, at.batch)
+            after = replace(at, batch=at.batch + 1, step=at.step + 1, saved=False, part=0)
+            if role.micro_batches == 1 or x is None or y_BY is None:
+                yield Item(at.epoch, after, x=x, y_BY=y_BY, rows=rows)
+            else:
+                parts = list(parts_of(x, y_BY, role.micro_batches, self._loss))
+                for number, (part, some, y) in enumerate(parts[at.part :], start=at.part + 1):
+                    then = after if number == len(parts) else replace(at, part=number)
+                    yield Item(at.epoch, then, x=some, y_BY=y, part=part, rows=rows)
+            at = after
+            if self._early:
                 break
-        x, y_BY = next(batches) or (None, None)
-        rows = _rows(source, role, at, at.batch)
-        after = replace(at, batch=at.batch + 1, step=at.step + 1, saved=False, part=0)
-        if role.micro_batches == 1 or x is None or y_BY is None:
-            yield Item(at.epoch, after, x=x, y_BY=y_BY, rows=rows)
-        else:
-            parts = list(parts_of(x, y_BY, role.micro_batches, loss))
-            for number, (part, some, y) in enumerate(parts[at.part :], start=at.part + 1):
-                then = after if number == len(parts) else replace(at, part=number)
-                yield Item(at.epoch, then, x=some, y_BY=y, part=part, rows=rows)
-        at = after
-        if early():
-            break
-    return at
-
-
-def _left(source: DataSource, role: HeadRole, at: Position) -> int:
-    """Return the number of this epoch's remaining training batches."""
-    remaining = max(source.train_batch_count - at.batch, 0)
-    return remaining if role.steps is None else min(remaining, max(role.steps - at.step, 0))
+        return at
 
 
 def _next(at: Position, last: bool) -> Position:

@@ -24,7 +24,7 @@ from dni_runtime.spec.edge import replica_of
 from dni_runtime.spec.replicas import workers_of
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import read
-from dni_runtime.worker.stream import items
+from dni_runtime.worker.stream import Stream
 from tests.e2e.conftest import PAUSE, PAUSES, Site, eventually
 from tests.e2e.workers import largest_difference, reference_weights
 from tests.lines import read_lines
@@ -70,7 +70,7 @@ def in_one_process(run: Run) -> dict[str, ModuleStep]:
     source = open_data(chain.data, run.directory.sources, seed=chain.seed)
     head = modules[0].head
     assert head is not None
-    for id, item in enumerate(items(source, head), start=1):
+    for id, item in enumerate(Stream(source, head), start=1):
         if Mark.SYNC in item.mark:
             for name, count in (("wide", 3), ("deep", 2)):
                 replicas = [steps[f"{name}.{one + 1}"] for one in range(count)]
@@ -391,7 +391,7 @@ def test_heads_with_data_of_their_own(site: Site, monkeypatch: pytest.MonkeyPatc
     head = modules[0].head
     assert head is not None
     id = 0
-    for both in zip(*(items(source, head) for source in sources), strict=True):
+    for both in zip(*(Stream(source, head) for source in sources), strict=True):
         id += 1
         while id in asked:
             share_all(wanted, id, full=True)

@@ -17,7 +17,7 @@ from dni_runtime.packing import no_labels
 from dni_runtime.spec import CheckpointSpec, Choice, DataSpec, HeadRole
 from dni_runtime.wire import Part
 from dni_runtime.worker.labels import Labels
-from dni_runtime.worker.stream import items
+from dni_runtime.worker.stream import Stream
 from tests.specs import float32, int64
 
 DATA = DataSpec.model_validate(
@@ -49,7 +49,7 @@ def sent(
     )
     return [
         Batch(id, item.epoch, item.mode, (), item.y_BY, item.part, (), item.rows)
-        for id, item in enumerate(items(data, role, loss=loss), start=1)
+        for id, item in enumerate(Stream(data, role, loss=loss), start=1)
         if item.y_BY is not None
     ]
 

@@ -11,7 +11,7 @@ import torch
 from dni_runtime.data import open_data
 from dni_runtime.spec import CheckpointSpec, DataSpec, HeadRole
 from dni_runtime.wire import Mark, Mode
-from dni_runtime.worker.stream import Item, Position, Stream, items
+from dni_runtime.worker.stream import Item, Position, Stream
 from tests.specs import float32
 
 DATA = DataSpec(dataset="digits", flatten=True, batch_size=64, train_limit=200, eval_limit=100)
@@ -41,7 +41,7 @@ def role(
 
 def run(given: HeadRole, start: Position | None = None) -> list[Item]:
     source = open_data(given.data, Path(), seed=1)
-    return list(items(source, given) if start is None else items(source, given, start))
+    return list(Stream(source, given) if start is None else Stream(source, given, start))
 
 
 def shape(stream: list[Item]) -> list[str]:
@@ -87,7 +87,7 @@ def test_an_early_end(data: DataSpec) -> None:
     assert shape(rest) == [*tests, "1 CHECKPOINT|END"]
     assert rest[-1].position.step == seen[-1].position.step
     for number, item in enumerate(rest[:-1]):
-        again = list(items(source, role(epochs=9, data=data), item.position))
+        again = list(Stream(source, role(epochs=9, data=data), item.position))
         assert shape(again) == shape(rest[number + 1 :])
 
 
@@ -95,7 +95,7 @@ def test_an_early_end_after_any_item() -> None:
     """A restarted head goes on with what the former process has sent."""
     given = role(epochs=9, every_steps=2, micro_batches=2)
     source = open_data(given.data, Path(), seed=1)
-    whole = list(itertools.islice(items(source, given), 40))
+    whole = list(itertools.islice(Stream(source, given), 40))
     for number, item in enumerate(whole):
         if item.position.part or item.position.phase != "train":
             continue  # where no end is put into the stream
