@@ -7,6 +7,7 @@ happens in it, and ``load`` gives back a trained network that ``dnictl export`` 
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,21 +24,14 @@ __version__ = "0.1.0"
 __all__ = ["Callback", "Chain", "Run", "__version__", "load"]
 
 
+_LATE = {"Chain": "api.chain", "Run": "api.run", "Callback": "plan.callbacks"}
+
+
 def __getattr__(name: str) -> object:
-    """Workers import this package too, and need neither of these."""
-    if name == "Chain":
-        from dni_runtime.api.chain import Chain
-
-        return Chain
-    if name == "Run":
-        from dni_runtime.api.run import Run
-
-        return Run
-    if name == "Callback":
-        from dni_runtime.plan.callbacks import Callback
-
-        return Callback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Workers import this package too, and need none of these."""
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"dni_runtime.{_LATE[name]}"), name)
 
 
 def load(path: str | os.PathLike[str], *, trust: bool = False) -> nn.Module:

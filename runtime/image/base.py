@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from dni_runtime.errors import BuildError, DataError, ImageError, SpecError, UnavailableError
+from dni_runtime.files import locked
 from dni_runtime.image import apptainer, wheels
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.definition import render_base
@@ -192,7 +192,12 @@ def build_base(
     lock: ImageLock | None,  # whose base image to reproduce exactly
 ) -> tuple[BasePlan, LockedBase]:
     """Make sure that the cache holds the base image."""
-    with _one_at_a_time(options.cache / "build.lock"):
+    options.cache.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        # One after another: a second build finds the first one's base. Files are replaced as a
+        # whole, so file systems without locks work, too.
+        with contextlib.suppress(OSError):
+            stack.enter_context(locked(options.cache, waiting=lambda: None))
         house = wheels.prepare(image, options.cache, report=report, locked=_wheels(lock))
         plan = plan_base(image, options, house=house, lock=lock)
         assert plan.image is not None
@@ -202,10 +207,10 @@ def build_base(
             return plan, recorded.model_copy(update={"mirror": plan.mirror})
         report(Step("base", "start", f"building {plan.image.name} with {tool}"))
         house.check_hashes()
-        locked = _build(tool, plan, house, report=report, test=options.test)
+        built = _build(tool, plan, house, report=report, test=options.test)
         size_mb = plan.image.stat().st_size / 1e6
         report(Step("base", "done", f"{plan.image.name}, {size_mb:.0f} MB"))
-        return plan, locked
+        return plan, built
 
 
 def _build(
@@ -228,7 +233,7 @@ def _build(
             log=plan.image.with_suffix(".log"),
         )
         built = scratch / "base.sif"
-        locked = LockedBase(
+        record = LockedBase(
             content=plan.content,
             sha256=sha256_file(built),
             definition_sha256=hashlib.sha256(plan.definition.encode()).hexdigest(),
@@ -238,10 +243,10 @@ def _build(
         )
         built.chmod(0o644)
         built.replace(plan.image)
-        record = scratch / "record.json"
-        record.write_text(locked.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        record.replace(plan.image.with_suffix(".json"))
-    return locked
+        written = scratch / "record.json"
+        written.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        written.replace(plan.image.with_suffix(".json"))
+    return record
 
 
 def _recorded(image: Path) -> LockedBase | None:
@@ -251,16 +256,3 @@ def _recorded(image: Path) -> LockedBase | None:
     except (OSError, ValueError):
         return None
     return record if image.is_file() else None
-
-
-@contextlib.contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold a lock while building: a second build waits and finds the first one's base image.
-
-    This only saves time, since files are replaced atomically; file systems without locks work, too.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

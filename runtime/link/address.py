@@ -139,11 +139,7 @@ def _resolve(interface: str | None) -> _Ip:
     try:
         _try_bind(ip, 0)
     except UnavailableError as error:
-        raise UnavailableError(
-            f"this machine does not have the address {interface!r}",
-            location=("links", "interface"),
-            hint=_there(),
-        ) from error
+        raise _missing(f"this machine does not have the address {interface!r}") from error
     return ip
 
 
@@ -159,11 +155,7 @@ def _in_network(text: str) -> _Ip:
         ) from None
     inside = [ip for _, ip in addresses() if ip in network]
     if not inside:
-        raise UnavailableError(
-            f"this machine has no address in the network {text!r}",
-            location=("links", "interface"),
-            hint=_there(),
-        )
+        raise _missing(f"this machine has no address in the network {text!r}")
     # a wide network may hold loopback too
     return min(inside, key=lambda ip: ip.is_loopback)
 
@@ -171,19 +163,15 @@ def _in_network(text: str) -> _Ip:
 def _of_interface(name: str) -> _Ip:
     known = interfaces()
     if name not in known:
-        raise UnavailableError(
-            f"this machine has no network interface {name!r}",
-            location=("links", "interface"),
-            hint=_there(),
-        )
+        raise _missing(f"this machine has no network interface {name!r}")
     ip = known[name]
     if ip is None:
-        raise UnavailableError(
-            f"the network interface {name!r} has no address",
-            location=("links", "interface"),
-            hint=_there(),
-        )
+        raise _missing(f"the network interface {name!r} has no address")
     return ip
+
+
+def _missing(what: str) -> UnavailableError:
+    return UnavailableError(what, location=("links", "interface"), hint=_there())
 
 
 def _there() -> str:

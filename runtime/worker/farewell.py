@@ -127,7 +127,6 @@ class Farewell:
             self.ledger.processed(last.id)
             if self.input is not None:
                 self.input.ack(last.id)
-            if self.input is not None:
                 self.input.finish(min(left_s, FAREWELL_S))
 
     def _flush(self, output: Fanout, left_s: float, *, over: bool) -> None:

@@ -26,8 +26,6 @@ from dni_runtime.core.layers import load_initial
 from dni_runtime.errors import DataError
 from dni_runtime.garbage import collect_as_usual
 from dni_runtime.link import Marker, OutputLink
-from dni_runtime.run.rundir import RunDir
-from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.predicting import exit_name
 from dni_runtime.worker.device import Copies, choose_device
@@ -48,27 +46,6 @@ _DEATHS = 2
 
 WHOLE = 1
 """As a batch's epoch: no sample leaves early."""
-
-
-class Exit:
-    """A module's early head, and who leaves there."""
-
-    def __init__(self, spec: WorkerSpec, run: RunDir, device: torch.device) -> None:
-        assert spec.exit is not None
-        file = run.initial(exit_name(module_of(spec.module)))
-        head = early_head(spec, spec.exit.interface, file)
-        assert head is not None
-        self._head, self._threshold = head.eval().to(device), spec.exit.threshold
-
-    def predict(self, h: Tensor) -> Tensor:
-        """Return the head's prediction of the chain's output."""
-        p = self._head.predict(h)
-        assert p is not None
-        return p
-
-    def leaves(self, p: Tensor) -> Tensor:
-        """Return which samples leave, by their predictions."""
-        return leaves(p, self._threshold)
 
 
 class Suspicion:
@@ -149,7 +126,12 @@ class Predictor:
                 self._module.load_initial(file)
             else:
                 load_initial(self._module.layers, released, LAYERS_PREFIX)
-        self._exit = None if spec.exit is None else Exit(spec, attempt.run, device)
+        self._exit, self._head = spec.exit, None
+        if spec.exit is not None:
+            file = attempt.run.initial(exit_name(module_of(spec.module)))
+            head = early_head(spec, spec.exit.interface, file)
+            assert head is not None
+            self._head = head.eval().to(device)
         self._copies = Copies(device)
         self._edges = spec.targets
         options = attempt.options
@@ -261,18 +243,19 @@ class Predictor:
         if exit is None or p is None or self._exit is None:
             onward.send_batch(item, h)
             return True
-        leaves = self._exit.leaves(p) if item.epoch != WHOLE else torch.zeros(len(p)).bool()
-        exit.send_batch(replace(item, data=(leaves.byte(),)), p)
-        if leaves.all():
+        whole = item.epoch == WHOLE
+        stay = torch.ones(len(p)).bool() if whole else ~leaves(p, self._exit.threshold)
+        exit.send_batch(replace(item, data=((~stay).byte(),)), p)
+        if not stay.any():
             onward.miss(item)
         else:
-            stay = ~leaves
-            onward.send_batch(replace(item, y=item.y[stay]), h[stay] if leaves.any() else h)
+            onward.send_batch(replace(item, y=item.y[stay]), h if stay.all() else h[stay])
         return True
 
     @torch.no_grad()
     def _compute(self, x: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
         """Return the activation, and the prediction of the early head; both on the host."""
         h = self._module.evaluate(x)
-        p = None if self._exit is None else self._copies.to_host(self._exit.predict(h))
-        return self._copies.to_host(h).wait(), None if p is None else p.wait()
+        p = None if self._head is None else self._head.predict(h)
+        prediction = None if p is None else self._copies.to_host(p)
+        return self._copies.to_host(h).wait(), None if prediction is None else prediction.wait()

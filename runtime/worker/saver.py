@@ -50,10 +50,9 @@ class StateSaver:
         took_s = time.monotonic() - now_s
         self._due_s = now_s + max(every_s, took_s / SNAPSHOT_SHARE)
 
-    def flush(self) -> bool:
-        """Wait until everything saved is on disk, or has failed; return whether it is on disk."""
+    def flush(self) -> None:
+        """Wait until everything saved is on disk, or has failed."""
         self._writer.flush()
-        return self._writer.failure is None
 
     def _state(self, *, over: bool) -> State:
         tensors, contents = snapshot(self._step)
