@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import (
-    PATH,
-    answered,
-    chain_argument,
-    data_option,
-    json_option,
-    print_json,
-    tell,
-)
+from dnictl import options
 from dnictl.show import Column, documents, print_table, quantity, thousands
+from dnictl.terminal import answered, print_json, tell
 
 if TYPE_CHECKING:
     from dni_runtime.spec import EdgeSpec, WorkerSpec
@@ -47,7 +40,7 @@ def _files(template: str, path: Path) -> dict[Path, str]:
     "--template", "-t", type=click.Choice(_templates()), default="mlp", show_default=True,
     help="What to start from.",
 )  # fmt: skip
-@click.argument("path", type=PATH, default=Path("chain.yaml"), metavar="[PATH]")
+@click.argument("path", type=options.PATH, default=Path("chain.yaml"), metavar="[options.PATH]")
 def init(template: str, path: Path) -> None:
     """Write a first chain file to PATH (chain.yaml).
 
@@ -76,9 +69,9 @@ def init(template: str, path: Path) -> None:
 
 
 @click.command()
-@chain_argument
-@data_option
-@json_option
+@options.chain
+@options.data
+@options.json
 def validate(chain: Path, data: Path | None) -> None:
     """Check a chain file, and try it on a few samples of its data.
 
@@ -153,8 +146,8 @@ def _few(tensors: str) -> str:
 
 
 @click.command()
-@chain_argument
-@data_option
+@options.chain
+@options.data
 @click.option("--format", "-f", "kind", type=click.Choice(["text", "mermaid"]),
               default="text", show_default=True, help="What to print.")  # fmt: skip
 def graph(chain: Path, data: Path | None, kind: str) -> None:
@@ -204,9 +197,9 @@ def _mermaid(workers: Sequence[WorkerSpec], counts: dict[str, int]) -> Iterator[
 
 
 @click.command()
-@chain_argument
-@data_option
-@json_option
+@options.chain
+@options.data
+@options.json
 def config(chain: Path, data: Path | None) -> None:
     """Print a chain file with all defaults filled in.
 

@@ -15,18 +15,9 @@ import click
 
 from dni_runtime import __version__
 from dni_runtime.errors import UnavailableError, UsageError
-from dnictl.options import (
-    PATH,
-    answer,
-    answered,
-    data_option,
-    flags_given,
-    json_option,
-    json_wanted,
-    profile_option,
-    tell,
-)
+from dnictl import options
 from dnictl.show import Column, number, print_table, quantity
+from dnictl.terminal import answer, answered, json_wanted, tell
 
 if TYPE_CHECKING:
     from dni_runtime.api.doctor import Check
@@ -40,7 +31,7 @@ _PACKAGES = ("torch", "numpy", "pyzmq", "pydantic", "safetensors")
 
 
 @click.command()
-@click.argument("chain", type=PATH, required=False, metavar="[CHAIN]")
+@click.argument("chain", type=options.PATH, required=False, metavar="[CHAIN]")
 @click.option("--backend", type=click.Choice(list(_NEEDED)), default="process", show_default=True,
               help="Backend to check for: plain processes, or containers too.")  # fmt: skip
 @click.option("--network", is_flag=True,
@@ -52,9 +43,9 @@ _PACKAGES = ("torch", "numpy", "pyzmq", "pydantic", "safetensors")
               help="Let these hosts check themselves instead, by ssh.")  # fmt: skip
 @click.option("--interface", metavar="NAME",
               help="With --network, without CHAIN: a network interface, or a network.")  # fmt: skip
-@profile_option
-@data_option
-@json_option
+@options.profile
+@options.data
+@options.json
 def doctor(
     chain: Path | None,
     backend: str,
@@ -81,7 +72,7 @@ def doctor(
     if network:
         _measure_network(chain, interface, profile, data)
         return
-    if flags_given("chain", "interface", "data"):
+    if options.flags_given("chain", "interface", "data"):
         raise UsageError(
             "a chain, --interface and --data are for 'dnictl doctor --network'",
             hint="'dnictl validate CHAIN' checks a chain",
@@ -115,7 +106,7 @@ def doctor(
 
 
 @click.command()
-@json_option
+@options.json
 def version() -> None:
     """Print the versions of dnictl, Python, torch and others.
 

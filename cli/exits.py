@@ -9,15 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dnictl.options import (
-    OutputFile,
-    answered,
-    cut_option,
-    json_option,
-    run_options,
-    trust_option,
-)
+from dnictl import options
 from dnictl.show import Column, percent, print_table, quantity, thousands
+from dnictl.terminal import answered
 
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
@@ -32,7 +26,7 @@ _SUMMARY = {
 
 
 @click.command()
-@run_options
+@options.of_run
 @click.option(
     "--exit-accuracy", "points", type=click.FloatRange(0, 100, min_open=True), default=0.5,
     show_default=True, metavar="POINTS", help="Points of accuracy that the whole may lose.",
@@ -40,11 +34,11 @@ _SUMMARY = {
 @click.option("--exit-confidence", "confidence", type=click.FloatRange(0, 1), metavar="SHARE",
               help="Instead of that: the top probability at which samples leave.")  # fmt: skip
 @click.option("--retrain", is_flag=True, help="Fit new early heads to the finished modules.")
-@click.option("--figure", type=OutputFile(), metavar="FILE.png",
+@click.option("--figure", type=options.OutputFile(), metavar="FILE.png",
               help="Draw how sure and how right the exits are.")  # fmt: skip
-@cut_option
-@trust_option
-@json_option
+@options.cut
+@options.trust
+@options.json
 def exits(
     run: Run,
     points: float,

@@ -12,18 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import DniError, ImageError
-from dnictl.options import (
-    FILE,
-    PATH,
-    THERE,
-    answered,
-    chain_argument,
-    data_option,
-    json_option,
-    json_wanted,
-    out_option,
-    tell,
-)
+from dnictl import options
+from dnictl.terminal import answered, json_wanted, tell
 
 if TYPE_CHECKING:
     from dni_runtime.image.build import BuildResult
@@ -34,25 +24,27 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@chain_argument
-@out_option
-@data_option
+@options.chain
+@options.out
+@options.data
 @click.option("--full", is_flag=True, help="Build each module's image from its own definition.")
 @click.option("--sign", is_flag=True, help="Sign the images, with your PGP key or with --key.")
-@click.option("--key", type=FILE, help="Private key in PEM form to sign with (implies --sign).")
+@click.option(
+    "--key", type=options.FILE, help="Private key in PEM form to sign with (implies --sign)."
+)
 @click.option("--force", is_flag=True, help="Rebuild everything, the base image too.")
 @click.option(
     "--locked", is_flag=True,
     help="Install exactly the packages that dni.lock in --out names, by hash.",
 )  # fmt: skip
 @click.option(
-    "--oci", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
+    "--oci", type=options.FOLDER, metavar="FOLDER",
     help="Write them as plain OCI images, too: a layout, for Podman, Docker, Kubernetes.",
 )  # fmt: skip
 @click.option("--notest", is_flag=True, help="Do not run the images' %test.")
 @click.option("--dry-run", is_flag=True, help="Print what would be built; build nothing.")
 @click.option("--verbose", "-v", is_flag=True, help="Show the builder's whole output.")
-@json_option
+@options.json
 def build(
     chain: Path,
     out: Path,
@@ -88,7 +80,7 @@ def build(
     prepared = prepare(chain, data=data, tries=False)
     modules = _module_builds(prepared)
     image = prepared.chain.image_to_build
-    options = BuildOptions(
+    how = BuildOptions(
         out=out.absolute(),
         cache=cache_folder(),
         folder=prepared.base.absolute(),
@@ -101,11 +93,11 @@ def build(
     )
     with naming_file(chain):
         if dry_run:
-            _show_plan(plan_build(modules, image, options), out)
+            _show_plan(plan_build(modules, image, how), out)
             return
         tool = find_apptainer()
         with _reporting(verbose) as report:
-            result = build_images(modules, image, options, tool=tool, report=report)
+            result = build_images(modules, image, how, tool=tool, report=report)
             if oci is not None:
                 from dni_runtime.image.oci import Layout
                 from dni_runtime.image.tarform import write_oci
@@ -117,11 +109,13 @@ def build(
 
 
 @click.command()
-@click.argument("images", nargs=-1, type=PATH, metavar="[IMAGE]...")
-@out_option
-@click.option("--key", type=THERE, help="Public key in PEM form (default: your PGP keyring).")
+@click.argument("images", nargs=-1, type=options.PATH, metavar="[IMAGE]...")
+@options.out
+@click.option(
+    "--key", type=options.THERE, help="Public key in PEM form (default: your PGP keyring)."
+)
 @click.option("--signed", is_flag=True, help="Refuse images that are not signed.")
-@json_option
+@options.json
 def verify(images: tuple[Path, ...], out: Path, key: Path | None, signed: bool) -> None:
     """Compare images with dni.lock, and check their signatures.
 
@@ -158,8 +152,8 @@ def verify(images: tuple[Path, ...], out: Path, key: Path | None, signed: bool) 
 
 
 @click.command()
-@click.argument("image", type=PATH)
-@json_option
+@click.argument("image", type=options.PATH)
+@options.json
 def inspect(image: Path) -> None:
     """Show an image's labels, and the spec of its module.
 

@@ -16,17 +16,8 @@ import click
 
 from dni_runtime.errors import UsageError
 from dni_runtime.run.lines import LineReader, NewLines, offset_of_last
-from dnictl.options import (
-    chosen_run,
-    complete_runs,
-    json_text,
-    json_wanted,
-    noted_option,
-    printable,
-    run_options,
-    runs_option,
-    tell,
-)
+from dnictl import options
+from dnictl.terminal import json_text, json_wanted, printable, tell
 
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
@@ -37,7 +28,7 @@ _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright
 # logging's own form: date, time and milliseconds, which sort as text.
 _STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 
-lines_option = noted_option("--json", is_flag=True, help="Print one JSON object per line.")
+lines_option = options.noted_option("--json", is_flag=True, help="Print one JSON object per line.")
 
 
 @dataclass(frozen=True)
@@ -70,8 +61,10 @@ class Follower:
 
 
 @click.command()
-@click.argument("names", nargs=-1, metavar="[RUN] [MODULE]...", shell_complete=complete_runs)
-@runs_option
+@click.argument(
+    "names", nargs=-1, metavar="[RUN] [MODULE]...", shell_complete=options.complete_runs
+)
+@options.runs
 @click.option("-f", "--follow", is_flag=True, help="Follow until the run has ended.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
 @click.option(
@@ -135,13 +128,13 @@ def _whose(names: tuple[str, ...], runs: Path) -> tuple[Run, Sequence[str]]:
     run: Run | None = None
     if names:
         try:
-            latest = chosen_run(None, runs)
+            latest = options.chosen_run(None, runs)
         except UsageError:
             latest = None
         known = [] if latest is None else [*latest.modules, *map(module_of, latest.modules)]
         if names[0] not in (*known, SUPERVISOR):
-            run, names = chosen_run(names[0], runs), names[1:]
-    run = run or chosen_run(None, runs)
+            run, names = options.chosen_run(names[0], runs), names[1:]
+    run = run or options.chosen_run(None, runs)
     groups = [[name] if name == SUPERVISOR else run.workers_of(name) for name in names]
     return run, [worker for some in groups for worker in some] or run.modules
 
@@ -164,7 +157,7 @@ def _json_line(line: LogLine) -> None:
 
 
 @click.command()
-@run_options
+@options.of_run
 @click.option("-f", "--follow", is_flag=True, help="Follow until the run has ended.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N events.")
 @lines_option

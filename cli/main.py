@@ -29,7 +29,7 @@ from dni_runtime.errors import (
 )
 from dni_runtime.files import is_full
 from dni_runtime.garbage import collect_seldom, run_program
-from dnictl.options import printable
+from dnictl.terminal import printable
 
 _DISK = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE),

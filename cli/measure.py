@@ -13,18 +13,9 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import UnavailableError, UsageError
-from dnictl.options import (
-    FOLDER,
-    PATH,
-    answered,
-    chain_argument,
-    data_option,
-    json_option,
-    json_wanted,
-    planned_run,
-    tell,
-)
+from dnictl import options
 from dnictl.show import Column, decimals, percent, print_table, quantity, thousands
+from dnictl.terminal import answered, json_wanted, tell
 
 if TYPE_CHECKING:
     from dni_runtime.measure.compare import ComparedMetric, Row, Trial
@@ -43,15 +34,15 @@ def bench() -> None:
 
 
 @bench.command()
-@chain_argument
+@options.chain
 @click.option("--module", "-m", "modules", multiple=True, metavar="NAME",
               help="Only this module (may be given more than once).")  # fmt: skip
 @click.option("--repetitions", type=click.IntRange(1, 1000), default=5, show_default=True,
               help="Number of measurements, in turns; figures are medians.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.5, show_default=True,
               help="Shortest time of one measurement.")  # fmt: skip
-@data_option
-@json_option
+@options.data
+@options.json
 def module(
     chain: Path,
     modules: tuple[str, ...],
@@ -84,7 +75,7 @@ def module(
 
 
 @click.command()
-@chain_argument
+@options.chain
 @click.option(
     "--interfaces", metavar="NAME,…",
     help="Gradient interfaces (default: exact, synthetic, local, mixed and delayed); 'none' is the "
@@ -114,10 +105,10 @@ def module(
     "--threads", type=click.IntRange(1),
     help="Threads of plain backpropagation (default: as many as the chain's modules have).",
 )  # fmt: skip
-@click.option("--out", type=FOLDER,
+@click.option("--out", type=options.FOLDER,
               help="Folder for runs, result.json and curves.png (default: a new one).")  # fmt: skip
-@data_option
-@json_option
+@options.data
+@options.json
 def compare(
     chain: Path,
     interfaces: str | None,
@@ -213,7 +204,7 @@ def _names(text: str | None) -> list[str]:
 
 
 @click.command(hidden=True)
-@click.argument("run", type=PATH)
+@click.argument("run", type=options.PATH)
 @click.option("--threads", type=click.IntRange(1), required=True)
 def reference(run: Path, threads: int) -> None:
     """Train the network of a run directory by plain backpropagation."""
@@ -242,7 +233,7 @@ def _train(
         run = Run.open(root)
         run_reference(run.record, threads)
         return read_trial(run.record, method, seed, metric)
-    launch = planned_run(prepared, StartSettings(root, "process")).launch()
+    launch = options.planned_run(prepared, StartSettings(root, "process")).launch()
     run = Run.open(root)
     with progress(run, quiet=quiet or not sys.stderr.isatty()) as show:
         state = launch.supervise(show)

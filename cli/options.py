@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -16,6 +14,7 @@ from click.core import ParameterSource
 
 from dni_runtime.errors import DataError, UsageError
 from dni_runtime.run.releases import parse_name
+from dnictl.terminal import noted, tell
 
 if TYPE_CHECKING:
     from dni_runtime.api.planning import PlannedRun
@@ -75,21 +74,20 @@ def complete_profiles(
     return sorted(name for name in profile_files() if name.startswith(incomplete))
 
 
-chain_argument = click.argument("chain", type=PATH, default=Path("chain.yaml"), metavar="[CHAIN]")
-run_argument = click.argument("run", required=False, metavar="[RUN]", shell_complete=complete_runs)
-runs_option = click.option(
+chain = click.argument("chain", type=PATH, default=Path("chain.yaml"), metavar="[CHAIN]")
+runs = click.option(
     "--runs", type=FOLDER, envvar="DNICTL_RUNS", default=Path("runs"), show_default=True,
     help="Folder of the runs (also: DNICTL_RUNS).",
 )  # fmt: skip
-cut_option = click.option(
+cut = click.option(
     "--from", "cut", metavar="CUT",
     help="Which checkpoint: its number, newest or best (default: the best if the chain selects "
     "one, else the newest).",
 )  # fmt: skip
-data_option = click.option(
+data = click.option(
     "--data", type=PATH, help="Folder or file of the data, instead of the chain's data.path."
 )
-backend_option = click.option(
+backend = click.option(
     "--backend", type=click.Choice(["auto", "process", "apptainer"]), default="auto",
     show_default=True,
     help="Run workers as processes or in containers (auto: if Apptainer and the images exist).",
@@ -114,34 +112,34 @@ def _released_images(context: click.Context, parameter: click.Parameter, value: 
     return assembled(usable_apptainer(), Store(), str(value))
 
 
-images_option = click.option(
+images = click.option(
     "--images",
     **_images_folder,
     callback=_released_images,
     help=f"{_IMAGES}, or a release, NAME:VERSION (also: DNICTL_IMAGES).",
 )
-out_option = click.option("--out", **_images_folder, help=f"{_IMAGES} (also: DNICTL_IMAGES).")
-profile_option = click.option(
+out = click.option("--out", **_images_folder, help=f"{_IMAGES} (also: DNICTL_IMAGES).")
+profile = click.option(
     "--profile", metavar="NAME", envvar="DNICTL_PROFILE", shell_complete=complete_profiles,
     help="Site profile (also: DNICTL_PROFILE); see 'dnictl profile list'.",
 )  # fmt: skip
-hosts_option = click.option(
+hosts = click.option(
     "--hosts", metavar="A,B,...",
     help="Run the workers on these hosts, by ssh; they share the run directory and this Python.",
 )  # fmt: skip
-carry_option = click.option(
+carry = click.option(
     "--carry", metavar="RUN", shell_complete=complete_runs,
     help="Go on from the newest checkpoint of a run of the same layers: with other settings, cuts.",
 )  # fmt: skip
-set_option = click.option(
+changes = click.option(
     "--set", "changes", multiple=True, metavar="NAME=VALUE",
     help="Another value of a setting of the chain, such as lr=1e-3; repeatable.",
 )  # fmt: skip
-detach_option = click.option("-d", "--detach", is_flag=True, help="Run in the background.")
-dry_run_option = click.option(
+detach = click.option("-d", "--detach", is_flag=True, help="Run in the background.")
+dry_run = click.option(
     "--dry-run", is_flag=True, help="Print the launch plan; start and write nothing."
 )
-level_option = click.option(
+log_level = click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info",
     show_default=True, help="How much the workers log.",
 )  # fmt: skip
@@ -151,32 +149,26 @@ def _note(context: click.Context, parameter: click.Parameter, value: Any) -> Non
     context.meta[f"dnictl.{parameter.name}"] = value
 
 
-def _noted(name: str) -> Any:
-    """Return the value of an option that commands do not get; None if this one has no such."""
-    context = click.get_current_context(silent=True)
-    return None if context is None else context.meta.get(f"dnictl.{name}")
-
-
 def noted_option(name: str, **settings: Any) -> Callable[[_Command], _Command]:
     """Return an option whose value is noted beside the command, which does not get it."""
     return click.option(name, expose_value=False, callback=_note, **settings)
 
 
-json_option = noted_option("--json", is_flag=True, help="Print JSON.")
+json = noted_option("--json", is_flag=True, help="Print JSON.")
 
 
 def _setting_option(name: str, help: str, metavar: str = "NAME") -> Callable[[_Command], _Command]:
     return noted_option(name, metavar=metavar, help=f"{help}, instead of the profile's.")
 
 
-partition_option = _setting_option("--partition", "Partition")
+partition = _setting_option("--partition", "Partition")
 
 
-def job_options(command: _Command) -> _Command:
+def of_job(command: _Command) -> _Command:
     """Add the options of a job that override a site profile's settings."""
     for option in (
         _setting_option("--qos", "Quality of service"),
-        partition_option,
+        partition,
         _setting_option("--account", "Account that is charged"),
         _setting_option("--time", "Time limit, as 4:00:00", "LIMIT"),
     ):
@@ -189,28 +181,23 @@ def chosen_profile(name: str | None) -> ProfileSpec:
     from dni_runtime.schedulers.slurm.profiles import load_profile, override
 
     settings = ("partition", "qos", "account", "time")
-    return override(load_profile(name), {setting: _noted(setting) for setting in settings})
+    return override(load_profile(name), {setting: noted(setting) for setting in settings})
 
 
-trust_option = noted_option(
+trust = noted_option(
     "--trust", is_flag=True, help="Also with a run of somebody else's, whose code then runs as you."
 )
-name_option = click.option(
+name = click.option(
     "--name", metavar="NAME", help="The run's name (default: the chain's, and the time)."
 )
-run_dir_option = click.option(
+run_dir = click.option(
     "--run-dir", type=FOLDER, help="The run's directory, instead of a new one below --runs."
 )
 
 
 def trusted() -> bool:
     """Whether --trust was given."""
-    return bool(_noted("trust"))
-
-
-def json_wanted() -> bool:
-    """Whether --json was given."""
-    return bool(_noted("json"))
+    return bool(noted("trust"))
 
 
 def flags_given(*names: str) -> list[str]:
@@ -234,7 +221,7 @@ def counts_of(changes: Sequence[str]) -> dict[str, int]:
     return {name: int(count) for name, _, count in pairs}
 
 
-def serving_options(note: str = "") -> Callable[[_Command], _Command]:
+def of_service(note: str = "") -> Callable[[_Command], _Command]:
     """Return what adds the options of a service of modules; ``note`` begins their help."""
 
     def add(command: _Command) -> _Command:
@@ -270,7 +257,7 @@ def serving_options(note: str = "") -> Callable[[_Command], _Command]:
                 help=f"{note}Workers of a module (default: as many as it had in the training); "
                 "may be repeated.",
             ),
-            cut_option,
+            cut,
         ):  # fmt: skip
             command = option(command)
         return command
@@ -296,21 +283,22 @@ def chosen_run(name: str | None, runs: Path) -> Run:
     return Run.find(name, runs, trust=trusted())
 
 
-def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def of_run(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add [RUN] and --runs; the command gets the run that they name."""
 
     @functools.wraps(command)
     def chosen(*args: Any, run: str | None, runs: Path, **options: Any) -> Any:
         return command(*args, run=chosen_run(run, runs), **options)
 
-    return run_argument(runs_option(chosen))
+    named = click.argument("run", required=False, metavar="[RUN]", shell_complete=complete_runs)
+    return named(runs(chosen))
 
 
-def new_run_options(command: _Command) -> _Command:
+def of_new_run(command: _Command) -> _Command:
     """Add CHAIN, and the options of each new run, whose values :func:`new_run` takes."""
     of_all = (
-        chain_argument, backend_option, name_option, run_dir_option, runs_option, images_option,
-        data_option, level_option,
+        chain, backend, name, run_dir, runs, images,
+        data, log_level,
     )  # fmt: skip
     for option in reversed(of_all):
         command = option(command)
@@ -362,43 +350,6 @@ def new_run(
                 tell(f"another run of this chain is {state.phase}: dnictl stop {run.name}")
     root = run_root(prepared.chain.name, run_dir, runs, name)
     return prepared, StartSettings(root, backend, images, log_level=log_level)
-
-
-# Control characters but newline and tab, and those that turn the direction of text.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-def printable(text: str) -> str:
-    """Return text that workers may have written, with terminal control characters escaped."""
-    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
-def tell(line: str) -> None:
-    """Print a line to stderr, beside the command's output."""
-    click.echo(printable(line), err=True)
-
-
-def print_json(document: Any) -> None:
-    """Print one JSON document to stdout."""
-    click.echo(json_text(document, indent=2))
-
-
-def answered(document: Any) -> bool:
-    """Print the result of a command as JSON, if that is wanted; return whether it was."""
-    if json_wanted():
-        print_json(document)
-    return json_wanted()
-
-
-def answer(document: Any, line: str) -> None:
-    """Print the result of a command: as JSON if that is wanted, else as a line for people."""
-    if not answered(document):
-        click.echo(line)
-
-
-def json_text(document: Any, indent: int | None = None) -> str:
-    """Return JSON text; what could command a terminal is escaped, as JSON escapes it."""
-    return printable(json.dumps(document, indent=indent, ensure_ascii=False))
 
 
 def site_for(prepared: CheckedChain, settings: StartSettings) -> Site:

@@ -8,18 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import (
-    OutputFile,
-    answered,
-    chosen_run,
-    complete_runs,
-    cut_option,
-    json_option,
-    runs_option,
-    trust_option,
-    trusted,
-)
+from dnictl import options
 from dnictl.show import number
+from dnictl.terminal import answered
 
 if TYPE_CHECKING:
     from dni_runtime.measure.predictions import Predictions
@@ -28,21 +19,23 @@ _MOST_CLASSES = 1000  # of a confusion matrix in JSON
 
 
 @click.command()
-@click.argument("target", required=False, metavar="[MODEL|RUN]", shell_complete=complete_runs)
-@runs_option
+@click.argument(
+    "target", required=False, metavar="[MODEL|RUN]", shell_complete=options.complete_runs
+)
+@options.runs
 @click.option(
     "--data", metavar="YAML",
     help="Other data: a data set's name, a path, or keys of the chain's 'data' (labels: none: "
     "it has none). Its evaluation samples are taken.",
 )  # fmt: skip
-@click.option("-o", "--output", type=OutputFile(ending=".npz"), metavar="FILE.npz",
+@click.option("-o", "--output", type=options.OutputFile(ending=".npz"), metavar="FILE.npz",
               help="Write arrays 'outputs' and 'labels' to this file.")  # fmt: skip
 @click.option("--metrics", metavar="NAMES", help="Instead of the chain's, as in the chain file.")
-@click.option("--confusion", type=OutputFile(), metavar="FILE.png",
+@click.option("--confusion", type=options.OutputFile(), metavar="FILE.png",
               help="Draw the confusion matrix.")  # fmt: skip
-@cut_option
-@trust_option
-@json_option
+@options.cut
+@options.trust
+@options.json
 def predict(
     target: str | None,
     runs: Path,
@@ -72,9 +65,9 @@ def predict(
         if cut is not None:
             raise UsageError("--from is for runs", hint=f"{target!r} is a file")
         document["model"] = target
-        found = predict_model(Path(target), others, trust=trusted())
+        found = predict_model(Path(target), others, trust=options.trusted())
     else:
-        its = chosen_run(target, runs)
+        its = options.chosen_run(target, runs)
         document["run"], document["checkpoint"] = its.name, its.choose_cut(cut)
         found = its.predict(others, document["checkpoint"])
     document |= {"samples": len(found.outputs), "shape": list(found.outputs.shape[1:])}

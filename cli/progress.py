@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import DataError
-from dnictl.options import printable, tell
 from dnictl.show import chain_line, duration, evaluation, modules_table, number
+from dnictl.terminal import printable, tell
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import (
-    THERE,
-    answered,
-    cut_option,
-    images_option,
-    json_option,
-    printable,
-    run_options,
-    tell,
-    trust_option,
-)
+from dnictl import options
 from dnictl.show import Column, megabytes, print_table
+from dnictl.terminal import answered, printable, tell
 
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
@@ -34,17 +25,17 @@ _http_option = click.option(
 
 
 @click.command()
-@run_options
+@options.of_run
 @click.option("--name", help="Name of the release; by default the chain's.")
 @click.option("--version", required=True, help="Its version, as in 1.2.0.")
-@cut_option
+@options.cut
 @click.option("--licence", "--license", metavar="SPDX", help="Licence of the weights.")
-@click.option("--key", type=THERE,
+@click.option("--key", type=options.THERE,
               help="Private key in PEM form to sign with; by default your PGP key.")  # fmt: skip
 @click.option("--unsigned", is_flag=True, help="Do not sign it.")
-@images_option
-@trust_option
-@json_option
+@options.images
+@options.trust
+@options.json
 def release(
     run: Run,
     name: str | None,
@@ -91,7 +82,7 @@ def release(
 @click.option("--sif", is_flag=True, help="Send its images instead, for 'apptainer pull oras://'.")
 @click.option("--oci", is_flag=True, help="Send its images instead, as plain OCI images.")
 @_http_option
-@json_option
+@options.json
 def push(name: str, address: str, sif: bool, oci: bool, plain_http: bool) -> None:
     """Send a release to a registry. What is there already is not sent again.
 
@@ -129,11 +120,11 @@ def push(name: str, address: str, sif: bool, oci: bool, plain_http: bool) -> Non
 
 @click.command()
 @click.argument("address", metavar="oci://HOST/NAME:VERSION[@sha256:…]")
-@click.option("--key", type=THERE,
+@click.option("--key", type=options.THERE,
               help="Its signer's public key in PEM form; by default your PGP keyring.")  # fmt: skip
 @click.option("--unsigned", is_flag=True, help="Take it whoever has written it.")
 @_http_option
-@json_option
+@options.json
 def pull(address: str, key: Path | None, unsigned: bool, plain_http: bool) -> None:
     """Fetch a release from a registry.
 
@@ -165,7 +156,7 @@ def pull(address: str, key: Path | None, unsigned: bool, plain_http: bool) -> No
 @click.argument("address", required=False, metavar="[oci://HOST/NAME]")
 @click.option("--remove", metavar="NAME:VERSION", help="Remove a release from this machine.")
 @_http_option
-@json_option
+@options.json
 def models(address: str | None, remove: str | None, plain_http: bool) -> None:
     """List the releases here, or in a registry.
 
@@ -210,7 +201,7 @@ def models(address: str | None, remove: str | None, plain_http: bool) -> None:
 @click.command()
 @click.argument("old", metavar="NAME:VERSION")
 @click.argument("new", metavar="NAME:VERSION")
-@json_option
+@options.json
 def diff(old: str, new: str) -> None:
     """Say how two releases differ.
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import answered, complete_runs, json_option, runs_option, tell
+from dnictl import options
 from dnictl.show import megabytes
+from dnictl.terminal import answered, tell
 
 if TYPE_CHECKING:
     from dni_runtime.run.record import Record
@@ -20,10 +21,12 @@ yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 
 
 @click.command()
-@click.argument("names", nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs)
-@runs_option
+@click.argument(
+    "names", nargs=-1, required=True, metavar="RUN...", shell_complete=options.complete_runs
+)
+@options.runs
 @yes_option
-@json_option
+@options.json
 def rm(names: tuple[str, ...], runs: Path, yes: bool) -> None:
     """Remove runs with all that is in their directories.
 
@@ -40,12 +43,12 @@ def rm(names: tuple[str, ...], runs: Path, yes: bool) -> None:
 
 
 @click.command()
-@runs_option
+@options.runs
 @click.option("--keep", type=click.IntRange(0), required=True, metavar="N",
               help="How many of them stay, the newest.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Say what would be removed; remove nothing.")
 @yes_option
-@json_option
+@options.json
 def prune(runs: Path, keep: int, dry_run: bool, yes: bool) -> None:
     """Remove old runs of yours that have finished or are lost.
 

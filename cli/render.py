@@ -12,21 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import (
-    SERVING,
-    chain_argument,
-    chosen_run,
-    complete_runs,
-    data_option,
-    flags_given,
-    level_option,
-    planned_run,
-    runs_option,
-    serving_options,
-    serving_settings,
-    tell,
-    trust_option,
-)
+from dnictl import options
+from dnictl.terminal import tell
 
 if TYPE_CHECKING:
     from dni_runtime.plan.prepare import CheckedChain
@@ -40,10 +27,10 @@ def render() -> None:
 
 
 @render.command()
-@chain_argument
-@click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), required=True,
+@options.chain
+@click.option("-o", "--out", type=options.FOLDER, required=True,
               help="Folder for the files; must not exist, or be empty.")  # fmt: skip
-@click.option("--serve", "source", metavar="RUN", shell_complete=complete_runs,
+@click.option("--serve", "source", metavar="RUN", shell_complete=options.complete_runs,
               help="Not a training: this run, or release NAME:VERSION, answers.")  # fmt: skip
 @click.option("--image", "images", multiple=True, required=True, metavar="[MODULE=]IMAGE",
               help="Image of all modules, or of one: REPOSITORY@DIGEST.")  # fmt: skip
@@ -51,21 +38,21 @@ def render() -> None:
 @click.option("--namespace", metavar="NAME", help="Namespace of the objects.")
 @click.option("--user", type=click.IntRange(1), default=1000, show_default=True,
               help="User and group id of the pods, to whom the volume belongs.")  # fmt: skip
-@level_option
+@options.log_level
 @click.option("--queue", metavar="NAME", help="Kueue's queue that admits the run.")
 @click.option("--claim", metavar="NAME", help="A volume claim for the run (default: a new one).")
 @click.option("--storage", metavar="SIZE", help="Size of the new one (default: 10Gi).")
 @click.option("--data-claim", metavar="NAME", help="A volume claim that has the data.")
 @click.option("--no-jobset", is_flag=True, help="Write plain Jobs, for clusters without JobSet.")
-@data_option
-@runs_option
-@serving_options("With --serve: ")
+@options.data
+@options.runs
+@options.of_service("With --serve: ")
 @click.option("--port", type=click.IntRange(1024, 65535),
               help="With --serve: where the front listens (default: 8000).")  # fmt: skip
-@trust_option
+@options.trust
 def kubernetes(
     chain: Path, out: Path, source: str | None, images: tuple[str, ...], name: str | None,
-    namespace: str | None, user: int, log_level: str, **options: Any,
+    namespace: str | None, user: int, log_level: str, **values: Any,
 ) -> None:  # fmt: skip
     """Write objects for Kubernetes: of a training, or of a service.
 
@@ -83,23 +70,21 @@ def kubernetes(
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out: {str(out)!r} is not an empty folder", hint="name a new one")
-    other = (*SERVING, "cut", "token_file", "port") if source is None else _OF_TRAINING
-    for flag in flags_given(*other):
+    other = (*options.SERVING, "cut", "token_file", "port") if source is None else _OF_TRAINING
+    for flag in options.flags_given(*other):
         hint = "it is for --serve" if source is None else "--serve has none"
         raise UsageError(f"{flag} is not for this", hint=hint)
     cluster = Cluster(
         images=_by_module(images),
         namespace=namespace,
-        queue=options["queue"],
-        claim=options["claim"],
-        data_claim=options["data_claim"],
-        storage=options["storage"] or "10Gi",
+        queue=values["queue"],
+        claim=values["claim"],
+        data_claim=values["data_claim"],
+        storage=values["storage"] or "10Gi",
         user=user,
-        jobset=not options["no_jobset"],
+        jobset=not values["no_jobset"],
     )
-    prepared, front = (
-        (_trained(chain, options), None) if source is None else _served(source, options)
-    )
+    prepared, front = (_trained(chain, values), None) if source is None else _served(source, values)
     if unknown := set(cluster.images) - {"", *prepared.modules, *([FRONT] if front else ())}:
         raise UsageError(
             f"--image: chain {prepared.chain.name!r} has no module {min(unknown)!r}",
@@ -109,7 +94,7 @@ def kubernetes(
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / name.replace("/", "-")
         settings = StartSettings(root, "process", scheduler="kubernetes", log_level=log_level)
-        planned = planned_run(prepared, settings)
+        planned = options.planned_run(prepared, settings)
         run = planned.create()
         files = {
             str(path.relative_to(run.root)): path.read_bytes()
@@ -129,7 +114,7 @@ def kubernetes(
         from dni_runtime.serving.settings import Settings
 
         assert prepared.front is not None
-        token = Settings(token_file=options["token_file"]).token()
+        token = Settings(token_file=values["token_file"]).token()
         objects = Service(
             name=name, chain=prepared.chain, workers=(prepared.front, *prepared.replicas),
             plan=planned.plan, files=served_files(name, prepared, front, files), cluster=cluster,
@@ -147,28 +132,30 @@ def kubernetes(
 _OF_TRAINING = ("queue", "claim", "storage", "data_claim", "no_jobset", "data")
 
 
-def _trained(chain: Path, options: dict[str, Any]) -> CheckedChain:
+def _trained(chain: Path, values: dict[str, Any]) -> CheckedChain:
     from dni_runtime.plan.prepare import prepare
 
-    return prepare(chain, data=options["data"])
+    return prepare(chain, data=values["data"])
 
 
-def _served(source: str, options: dict[str, Any]) -> tuple[CheckedChain, FrontSettings]:
+def _served(source: str, values: dict[str, Any]) -> tuple[CheckedChain, FrontSettings]:
     from dni_runtime.api.answering import answering
     from dni_runtime.schedulers.kubernetes.service import TOKEN, for_pods
     from dni_runtime.serving.documents import FrontSettings, Settings
     from dni_runtime.serving.settings import Settings as HttpSettings
 
-    its = chosen_run(source, options["runs"])
+    its = options.chosen_run(source, values["runs"])
     its.check_trusted()
-    cut = its.choose_cut(options["cut"])
-    how = Settings(source=its.directory.root, http=HttpSettings(), **serving_settings(options))
+    cut = its.choose_cut(values["cut"])
+    how = Settings(
+        source=its.directory.root, http=HttpSettings(), **options.serving_settings(values)
+    )
     signature, prepared = answering(its, cut, how)
     prepared = for_pods(prepared)
     http = HttpSettings(
         name=prepared.chain.name,
         host="0.0.0.0",
-        port=options["port"] or 8000,
+        port=values["port"] or 8000,
         token_file=Path(TOKEN, "token"),
         token_kept=True,
         probe_s=10,

@@ -11,22 +11,9 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from dni_runtime.errors import StoppedError, UsageError, WorkerError
-from dnictl.options import (
-    PATH,
-    OutputFile,
-    answer,
-    answered,
-    chosen_run,
-    counts_of,
-    cut_option,
-    json_option,
-    json_wanted,
-    run_options,
-    runs_option,
-    tell,
-    trust_option,
-)
+from dnictl import options
 from dnictl.show import chain_line, duration
+from dnictl.terminal import answer, answered, json_wanted, tell
 
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
@@ -39,13 +26,13 @@ WAIT_TIMEOUT = 124
 
 
 @click.command()
-@run_options
+@options.of_run
 @click.option(
     "--timeout", type=click.FloatRange(min=0), metavar="SECONDS",
     help="Time limit for the workers' checkpoint (default: the chain's stop_grace_s).",
 )  # fmt: skip
-@trust_option
-@json_option
+@options.trust
+@options.json
 def stop(run: Run, timeout: float | None) -> None:
     """Stop a run after a checkpoint.
 
@@ -67,12 +54,12 @@ def stop(run: Run, timeout: float | None) -> None:
 
 
 @click.command()
-@run_options
+@options.of_run
 @click.option(
     "--timeout", type=click.FloatRange(min=0), metavar="SECONDS",
     help=f"Stop waiting after this time (exit code {WAIT_TIMEOUT}).",
 )  # fmt: skip
-@json_option
+@options.json
 def wait(run: Run, timeout: float | None) -> None:
     """Wait until a run has ended; the exit code is the run's own.
 
@@ -89,9 +76,9 @@ def wait(run: Run, timeout: float | None) -> None:
 
 @click.command()
 @click.argument("module")
-@run_options
-@trust_option
-@json_option
+@options.of_run
+@options.trust
+@options.json
 def restart(module: str, run: Run) -> None:
     """Restart one module of a run.
 
@@ -108,9 +95,9 @@ def restart(module: str, run: Run) -> None:
 
 @click.command()
 @click.argument("changes", nargs=-1, required=True, metavar="MODULE=N...|auto [RUN]")
-@runs_option
-@trust_option
-@json_option
+@options.runs
+@options.trust
+@options.json
 def scale(changes: tuple[str, ...], runs: Path) -> None:
     """Change how many replicas a module of an active run has.
 
@@ -126,14 +113,14 @@ def scale(changes: tuple[str, ...], runs: Path) -> None:
       dnictl scale auto
     """
     auto = changes[0] == "auto"
-    counts = counts_of([change for change in changes if "=" in change])
+    counts = options.counts_of([change for change in changes if "=" in change])
     names = [change for change in changes[auto:] if "=" not in change]
     if bool(counts) == auto or len(names) > 1:
         raise UsageError(
             f"{' '.join(changes)!r}: give MODULE=N or 'auto', and at most one run",
             hint="for example: dnictl scale middle=3, or: dnictl scale auto",
         )
-    its = chosen_run(names[0] if names else None, runs)
+    its = options.chosen_run(names[0] if names else None, runs)
     replicas = its.scale(its.balancing_replicas() if auto else counts, balanced=auto)
     listed = ", ".join(f"{name}: {count}" for name, count in replicas.items())
     line = f"{its.name}: replicas wanted: {listed}"
@@ -141,9 +128,9 @@ def scale(changes: tuple[str, ...], runs: Path) -> None:
 
 
 @click.command()
-@run_options
+@options.of_run
 @click.option(
-    "-o", "--output", type=OutputFile(or_folder=True), required=True,
+    "-o", "--output", type=options.OutputFile(or_folder=True), required=True,
     help="The file: .safetensors (weights and layers), .pt2 (a torch.export program) or .onnx.",
 )  # fmt: skip
 @click.option("--folder", is_flag=True,
@@ -153,13 +140,13 @@ def scale(changes: tuple[str, ...], runs: Path) -> None:
     help="Weights alone, under the names of the network that 'dnictl split' took apart, else "
     "MODULE.0.weight (.safetensors or .pt).",
 )  # fmt: skip
-@cut_option
+@options.cut
 @click.option(
     "--force", is_flag=True,
     help="Replace an existing file; also write weights that are not finite.",
 )  # fmt: skip
-@trust_option
-@json_option
+@options.trust
+@options.json
 def export(
     run: Run, output: Path, folder: bool, state_dict: bool, cut: str | None, force: bool
 ) -> None:
@@ -190,14 +177,14 @@ def export(
 
 
 @click.command(hidden=True)
-@click.argument("path", metavar="RUN", type=PATH)
-@trust_option
+@click.argument("path", metavar="RUN", type=options.PATH)
+@options.trust
 def supervise(path: Path) -> None:
     """Start and supervise the plan in a run directory, for --detach and batch scripts.
 
     Workers that still run without a supervisor are taken over.
     """
-    run = chosen_run(str(path), path)
+    run = options.chosen_run(str(path), path)
     launch = run.take_over()
     if launch is None:
         conclude(run, run.state())

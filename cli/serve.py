@@ -9,26 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import (
-    THERE,
-    answered,
-    backend_option,
-    chosen_run,
-    complete_runs,
-    detach_option,
-    flags_given,
-    hosts_option,
-    images_option,
-    json_option,
-    printable,
-    runs_option,
-    serving_options,
-    serving_settings,
-    tell,
-    trust_option,
-    trusted,
-)
+from dnictl import options
 from dnictl.show import console, modules_table
+from dnictl.terminal import answered, printable, tell
 
 if TYPE_CHECKING:
     from dni_runtime.serving.documents import ServiceState, What
@@ -36,21 +19,23 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("source", required=False, metavar="[RUN|FILE]", shell_complete=complete_runs)
-@runs_option
+@click.argument(
+    "source", required=False, metavar="[RUN|FILE]", shell_complete=options.complete_runs
+)
+@options.runs
 @click.option("--name", metavar="NAME", help="The service's name (default: the chain's).")
-@detach_option
+@options.detach
 @click.option("--in-process", is_flag=True, help="The whole network in one process.")
-@backend_option
-@images_option
-@hosts_option
-@serving_options()
+@options.backend
+@options.images
+@options.hosts
+@options.of_service()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any."
 )
 @click.option(
-    "--tls", nargs=2, metavar="CERT KEY", type=THERE,
+    "--tls", nargs=2, metavar="CERT KEY", type=options.THERE,
     help="Files of the certificate and its key, for HTTPS.",
 )  # fmt: skip
 @click.option(
@@ -91,9 +76,9 @@ if TYPE_CHECKING:
 @click.option("--rollback", is_flag=True, help="Go back: drop the canary, else to the one before.")
 @click.option("--stop", is_flag=True, help="Answer what is open, and end.")
 @click.option("--status", is_flag=True, help="Show a service and its versions.")
-@trust_option
-@json_option
-def serve(source: str | None, runs: Path, name: str | None, **options: Any) -> None:
+@options.trust
+@options.json
+def serve(source: str | None, runs: Path, name: str | None, **values: Any) -> None:
     """Answer requests with a trained network, over HTTP.
 
     RUN is served by its modules, each in a process or container of its own, as it was trained;
@@ -117,45 +102,45 @@ def serve(source: str | None, runs: Path, name: str | None, **options: Any) -> N
     from dni_runtime.serving.documents import Order, Settings
 
     orders: tuple[What, ...] = ("update", "promote", "rollback", "stop")
-    actions = [what for what in (*orders, "status") if options[what]]
+    actions = [what for what in (*orders, "status") if values[what]]
     if len(actions) > 1:
         raise UsageError(f"--{actions[0]} and --{actions[1]} exclude each other")
-    if options["canary"] is not None and not options["update"]:
+    if values["canary"] is not None and not values["update"]:
         raise UsageError("--canary is for --update")
-    if actions and not options["update"] and source is not None:
+    if actions and not values["update"] and source is not None:
         raise UsageError(f"--{actions[0]} takes no run", hint="name the service with --name")
-    how = serving_settings(options)
+    how = options.serving_settings(values)
     path, cut = None, None
-    if not actions or options["update"]:
-        path, cut = _chosen(source, runs, options["cut"])
+    if not actions or values["update"]:
+        path, cut = _chosen(source, runs, values["cut"])
     if actions:
         state = find_service(name, runs)
         for what in orders:
-            if options[what]:
+            if values[what]:
                 order = Order(
                     id=secrets.token_hex(4), what=what, source=path, cut=cut,
-                    canary=options["canary"],
+                    canary=values["canary"],
                 )  # fmt: skip
                 state = give_order(runs / state.name, order)
         _show(state)
         return
     assert path is not None
-    if options["in_process"] or path.is_file():
-        for flag in flags_given("replicas", "hosts", "exit_accuracy", "exit_confidence"):
+    if values["in_process"] or path.is_file():
+        for flag in options.flags_given("replicas", "hosts", "exit_accuracy", "exit_confidence"):
             raise UsageError(f"{flag} is for modules, and this is one process", hint=f"omit {flag}")
     folder = runs.absolute() / (name or service_name(path))
     settings = Settings(
         source=path,
         cut=cut,
-        in_process=options["in_process"],
-        backend=options["backend"],
-        images=options["images"].absolute(),
-        hosts=options["hosts"],
-        trust=trusted(),
+        in_process=values["in_process"],
+        backend=values["backend"],
+        images=values["images"].absolute(),
+        hosts=values["hosts"],
+        trust=options.trusted(),
         **how,
-        http=_http(folder.name, options),
+        http=_http(folder.name, values),
     )
-    if options["detach"]:
+    if values["detach"]:
         _show(start_service(folder, settings))
     else:
         make_service(folder, settings)
@@ -185,20 +170,20 @@ def _chosen(source: str | None, runs: Path, choice: str | None) -> tuple[Path, i
         if choice is not None:
             raise UsageError("--from is for runs", hint=f"{source!r} is a file")
         return Path(source).absolute(), None
-    its = chosen_run(source, runs)
+    its = options.chosen_run(source, runs)
     cut = its.choose_cut(choice)
     return its.directory.root, cut
 
 
-def _http(name: str, options: dict[str, Any]) -> HttpSettings:
+def _http(name: str, values: dict[str, Any]) -> HttpSettings:
     from dni_runtime.serving.settings import Settings as HttpSettings
 
-    cert, key = options["tls"] or (None, None)
-    options = {**options, "name": name, "tls_cert": cert, "tls_key": key}
+    cert, key = values["tls"] or (None, None)
+    values = {**values, "name": name, "tls_cert": cert, "tls_key": key}
     given = {
         field: value.absolute() if isinstance(value, Path) else value
         for field in HttpSettings.model_fields
-        if (value := options.get(field)) is not None
+        if (value := values.get(field)) is not None
     }
     return HttpSettings.model_validate(given)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from dnictl.options import printable
+from dnictl.terminal import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod, RenderableType

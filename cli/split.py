@@ -8,19 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import SpecError, UsageError
-from dnictl.options import (
-    PATH,
-    THERE,
-    OutputFile,
-    answered,
-    chosen_run,
-    complete_runs,
-    json_option,
-    runs_option,
-    tell,
-    trust_option,
-)
+from dnictl import options
 from dnictl.show import Column, documents, megabytes, print_table, quantity
+from dnictl.terminal import answered, tell
 
 if TYPE_CHECKING:
     from dni_runtime.split.part import NetworkPart
@@ -66,18 +56,18 @@ def _names(text: str | None) -> tuple[str, ...]:
               help="Arguments of forward for the data's inputs, in their order.")  # fmt: skip
 @click.option("--returns", metavar="PATH",
               help="What to take of forward's result: logits, 0, outputs.0.logits.")  # fmt: skip
-@click.option("--weights", type=PATH, metavar="FILE",
+@click.option("--weights", type=options.PATH, metavar="FILE",
               help="State dict to start from (.safetensors or torch.save).")  # fmt: skip
 @click.option("--freeze", metavar="NAMES",
               help="Modules or parameters of the network that are not trained.")  # fmt: skip
 @click.option("--interface", metavar="YAML", help="Gradient interface of all modules.")
-@click.option("--settings", type=THERE, metavar="FILE",
+@click.option("--settings", type=options.THERE, metavar="FILE",
               help="Chain file whose settings are taken where none are given here.")  # fmt: skip
-@click.option("--output", "-o", type=OutputFile(), default=Path("chain.yaml"),
+@click.option("--output", "-o", type=options.OutputFile(), default=Path("chain.yaml"),
               show_default=True, metavar="PATH", help="The chain file.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace any chain file.")
-@json_option
-def split(target: str, output: Path, **options: Any) -> None:
+@options.json
+def split(target: str, output: Path, **values: Any) -> None:
     """Take a PyTorch network apart into the modules of a chain.
 
     NAME is a function or class that returns the network, in a file beside the chain file or in an
@@ -93,23 +83,23 @@ def split(target: str, output: Path, **options: Any) -> None:
     from dni_runtime.resolve.advice import RECIPE
     from dni_runtime.split.part import doubt
 
-    file = options.pop("settings")
+    file = values.pop("settings")
     settings = settings_of(file) if file is not None else {}
-    data, configured = options.pop("data"), settings.get("data")
+    data, configured = values.pop("data"), settings.get("data")
     if data is None and configured is None:
         raise UsageError("no data is named", hint="--data mnist, or a 'data' in --settings FILE")
     if data is not None:
         settings["data"] = {**(configured if isinstance(configured, dict) else {}), **_data(data)}
-    args = options.pop("args")
+    args = values.pop("args")
     taken = split_chain(
         target,
         output,
         settings,
         args=mapping(args, "--args") if args else {},
-        at=_names(options.pop("at")),
-        takes=_names(options.pop("takes")),
-        freeze=_names(options.pop("freeze")),
-        **options,
+        at=_names(values.pop("at")),
+        takes=_names(values.pop("takes")),
+        freeze=_names(values.pop("freeze")),
+        **values,
     )
     parts, warning = taken.parts, doubt(taken.parts)
     written = {"file": str(output), "weights": str(taken.weights)}
@@ -133,16 +123,18 @@ def split(target: str, output: Path, **options: Any) -> None:
 
 
 @click.command()
-@click.argument("target", required=False, metavar="[CHAIN|RUN]", shell_complete=complete_runs)
-@runs_option
+@click.argument(
+    "target", required=False, metavar="[CHAIN|RUN]", shell_complete=options.complete_runs
+)
+@options.runs
 @balance_option
 @links_option
 @click.option("--apply", "apply_it", is_flag=True, help="Write better cuts to the chain file.")
-@click.option("--output", "-o", type=OutputFile(), metavar="PATH",
+@click.option("--output", "-o", type=options.OutputFile(), metavar="PATH",
               help="Write them to this file beside it.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace any chain file.")
-@trust_option
-@json_option
+@options.trust
+@options.json
 def balance(
     target: str | None,
     runs: Path,
@@ -170,7 +162,7 @@ def balance(
     if target is not None and Path(target).is_file():
         proposal = balance_chain(Path(target), balance, links)
     else:
-        run = chosen_run(target, runs)
+        run = options.chosen_run(target, runs)
         proposal = run.balance(balance, links)
     writes = output is not None or (apply_it and proposal.worthwhile)
     written = proposal.write(output, force=force) if writes else None

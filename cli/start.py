@@ -12,31 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import (
-    FOLDER,
-    PATH,
-    BackendChoice,
-    answer,
-    answered,
-    backend_option,
-    carry_option,
-    data_option,
-    detach_option,
-    dry_run_option,
-    flags_given,
-    hosts_option,
-    images_option,
-    json_option,
-    level_option,
-    new_run,
-    new_run_options,
-    planned_run,
-    run_options,
-    set_option,
-    tell,
-    trust_option,
-)
+from dnictl import options
 from dnictl.runs import conclude, go
+from dnictl.terminal import answer, answered, tell
 
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
@@ -45,15 +23,15 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@new_run_options
-@hosts_option
-@detach_option
-@carry_option
-@set_option
-@trust_option
-@dry_run_option
-@json_option
-def up(chain: Path, hosts: str | None, detach: bool, dry_run: bool, **options: Any) -> None:
+@options.of_new_run
+@options.hosts
+@options.detach
+@options.carry
+@options.changes
+@options.trust
+@options.dry_run
+@options.json
+def up(chain: Path, hosts: str | None, detach: bool, dry_run: bool, **values: Any) -> None:
     """Train a chain here.
 
     Starts one worker per module, and supervises them to the end.
@@ -67,10 +45,10 @@ def up(chain: Path, hosts: str | None, detach: bool, dry_run: bool, **options: A
       dnictl up chain.yaml -d && dnictl logs -f
       dnictl up chain.yaml --hosts a,b
     """
-    prepared, settings = new_run(chain, **options)
+    prepared, settings = options.new_run(chain, **values)
     from dni_runtime.api.planning import scheduled
 
-    planned = planned_run(prepared, scheduled(settings, prepared, hosts))
+    planned = options.planned_run(prepared, scheduled(settings, prepared, hosts))
     if dry_run:
         _print_plan(planned.plan)
     else:
@@ -78,8 +56,8 @@ def up(chain: Path, hosts: str | None, detach: bool, dry_run: bool, **options: A
 
 
 @click.command()
-@run_options
-@detach_option
+@options.of_run
+@options.detach
 @click.option(
     "--from", "cut", default="auto", metavar="CUT",
     help="Stream position of the checkpoint to resume from (default: the newest).",
@@ -88,10 +66,10 @@ def up(chain: Path, hosts: str | None, detach: bool, dry_run: bool, **options: A
     "--epochs", type=click.IntRange(1), metavar="N",
     help="Train until it has N epochs in all; also a run that has finished.",
 )  # fmt: skip
-@trust_option
-@level_option
-@dry_run_option
-@json_option
+@options.trust
+@options.log_level
+@options.dry_run
+@options.json
 def resume(
     run: Run, detach: bool, cut: str, epochs: int | None, log_level: str, dry_run: bool
 ) -> None:
@@ -118,7 +96,7 @@ def resume(
         script = run.directory.script.read_text()
         answer(document | {"script": script}, script.removesuffix("\n"))
     elif run.job is not None:  # its script is submitted as another job
-        job = run.resubmit(log_level if flags_given("log_level") else None, epochs)
+        job = run.resubmit(log_level if options.flags_given("log_level") else None, epochs)
         answer(document | {"job": job}, f"{run.name}: job {job}")
     elif dry_run:
         _print_plan(run.plan(cut, log_level=log_level))
@@ -131,28 +109,28 @@ def resume(
 @click.command("run")
 @click.argument("module")
 @click.option(
-    "-f", "--file", "chain", type=PATH, default=Path("chain.yaml"),
+    "-f", "--file", "chain", type=options.PATH, default=Path("chain.yaml"),
     show_default=True, help="The chain file.",
 )  # fmt: skip
 @click.option(
-    "--run-dir", type=FOLDER, required=True,
+    "--run-dir", type=options.FOLDER, required=True,
     help="The run's directory, the same for all modules; created if missing.",
 )  # fmt: skip
-@backend_option
-@images_option
-@data_option
+@options.backend
+@options.images
+@options.data
 @click.option(
     "--resume", "cut", default="auto", show_default=True, metavar="auto|own|none|CUT",
     help="What to start from: the newest complete checkpoint, the module's own newest state, "
     "nothing, or the checkpoint at this position of the stream.",
 )  # fmt: skip
-@level_option
-@dry_run_option
+@options.log_level
+@options.dry_run
 def run(
     module: str,
     chain: Path,
     run_dir: Path,
-    backend: BackendChoice,
+    backend: options.BackendChoice,
     images: Path,
     data: Path | None,
     cut: str,
@@ -188,7 +166,7 @@ def run(
         )
     root = run_dir.absolute()
     settings = StartSettings(root, backend, images, by_hand=True, resume=cut, log_level=log_level)
-    planned = planned_run(prepared, settings)
+    planned = options.planned_run(prepared, settings)
     (worker,) = (worker for worker in planned.plan.workers if worker.module == module)
     argv = worker_argv(worker)
     if dry_run:
@@ -207,9 +185,9 @@ def run(
 
 
 @click.command()
-@new_run_options
-@json_option
-def mpi(chain: Path, **options: Any) -> None:
+@options.of_new_run
+@options.json
+def mpi(chain: Path, **values: Any) -> None:
     """Make a run for mpirun or srun, and print its command.
 
     Each process that the command starts finds its module by its rank. The same command, called
@@ -222,8 +200,8 @@ def mpi(chain: Path, **options: Any) -> None:
     from dni_runtime.files import write_json
     from dni_runtime.schedulers.mpi import mpirun_argv, mpirun_command
 
-    prepared, settings = new_run(chain, **options)
-    planned, root = planned_run(prepared, replace(settings, scheduler="mpi")), settings.run
+    prepared, settings = options.new_run(chain, **values)
+    planned, root = options.planned_run(prepared, replace(settings, scheduler="mpi")), settings.run
     plan = planned.plan
     write_json(planned.create().plan, plan.to_json())
     argv, command = mpirun_argv(plan), mpirun_command(plan)

@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import (
-    answered,
-    json_option,
-    json_wanted,
-    printable,
-    run_options,
-    runs_option,
-    tell,
-)
+from dnictl import options
 from dnictl.show import (
     Column,
     chain_line,
@@ -32,6 +24,7 @@ from dnictl.show import (
     short_names,
     state,
 )
+from dnictl.terminal import answered, json_wanted, printable, tell
 
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
@@ -42,10 +35,10 @@ _WATCH_S = 2.0
 
 
 @click.command()
-@runs_option
+@options.runs
 @click.option("--settings", "with_settings", is_flag=True,
               help="Show settings that are not the same in all runs of a chain.")  # fmt: skip
-@json_option
+@options.json
 def ps(runs: Path, with_settings: bool) -> None:
     """List the runs, oldest first.
 
@@ -114,10 +107,10 @@ def _setting(settings: Mapping[str, Mapping[str, Any]], path: str, row: RunFigur
 
 
 @click.command()
-@run_options
+@options.of_run
 @click.option("--watch", is_flag=True, help="Show it every two seconds until the run has ended.")
 @click.option("--prometheus", is_flag=True, help="Print the figures in Prometheus' text format.")
-@json_option
+@options.json
 def status(run: Run, watch: bool, prometheus: bool) -> None:
     """Show a run: its state, and the figures of each module.
 

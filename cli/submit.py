@@ -12,28 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import UnavailableError, UsageError
-from dnictl.options import (
-    FILE,
-    answer,
-    answered,
-    carry_option,
-    chain_argument,
-    chosen_profile,
-    complete_profiles,
-    data_option,
-    job_options,
-    json_option,
-    json_wanted,
-    new_run,
-    new_run_options,
-    partition_option,
-    profile_option,
-    set_option,
-    site_for,
-    tell,
-    trust_option,
-)
+from dnictl import options
 from dnictl.show import Column, percent, print_table, quantity
+from dnictl.terminal import answer, answered, json_wanted, tell
 
 if TYPE_CHECKING:
     from dni_runtime.plan.prepare import CheckedChain
@@ -44,16 +25,16 @@ nodes_option = click.option(
     "--nodes", type=click.IntRange(1, 1024), metavar="N", help="Nodes (default: the chain's)."
 )
 costs_option = click.option(
-    "--costs", type=FILE, metavar="FILE",
+    "--costs", type=options.FILE, metavar="FILE",
     help="Output of 'dnictl bench module --json' to balance by (default: an estimate).",
 )  # fmt: skip
 
 
 @click.command()
-@new_run_options
-@profile_option
+@options.of_new_run
+@options.profile
 @nodes_option
-@job_options
+@options.of_job
 @costs_option
 @click.option("--dependency", metavar="LIST", help="Start after other jobs, as for sbatch.")
 @click.option("--wait", "wait_for_it", is_flag=True,
@@ -61,10 +42,10 @@ costs_option = click.option(
 @click.option("--dry-run", is_flag=True, help="Print the batch script; submit and write nothing.")
 @click.option("--test-only", is_flag=True, help="Let Slurm check the job; submit nothing.")
 @click.option("--parsable", is_flag=True, help="Print run and job id only: RUN;JOB.")
-@carry_option
-@set_option
-@trust_option
-@json_option
+@options.carry
+@options.changes
+@options.trust
+@options.json
 def submit(
     chain: Path,
     profile: str | None,
@@ -75,7 +56,7 @@ def submit(
     dry_run: bool,
     test_only: bool,
     parsable: bool,
-    **options: Any,
+    **values: Any,
 ) -> None:
     """Train a chain on a Slurm cluster.
 
@@ -91,13 +72,13 @@ def submit(
         raise UsageError("--parsable and --json exclude each other", hint="give one of them")
     from dni_runtime.schedulers.slurm.submit import job_record, placement_rows, submit_run
 
-    site_profile = chosen_profile(profile)
-    prepared, settings = new_run(chain, **options)
+    site_profile = options.chosen_profile(profile)
+    prepared, settings = options.new_run(chain, **values)
     request = job_request(
         settings.run, prepared, site_profile, nodes=nodes, costs=costs, strict=not dry_run
     )
     job = job_record(request, profile, settings.log_level)
-    site = site_for(prepared, replace(settings, scheduler="slurm", job=job))
+    site = options.site_for(prepared, replace(settings, scheduler="slurm", job=job))
     further = [] if dependency is None else [f"--dependency={dependency}"]
     if dry_run or test_only:
         from dni_runtime.schedulers.slurm.script import render_script
@@ -127,13 +108,13 @@ def submit(
 
 
 @click.command()
-@chain_argument
-@profile_option
+@options.chain
+@options.profile
 @nodes_option
-@partition_option
+@options.partition
 @costs_option
-@data_option
-@json_option
+@options.data
+@options.json
 def plan(
     chain: Path, profile: str | None, nodes: int | None, costs: Path | None, data: Path | None
 ) -> None:
@@ -147,7 +128,7 @@ def plan(
     from dni_runtime.plan.prepare import prepare
     from dni_runtime.schedulers.slurm.submit import placement_rows
 
-    site_profile = chosen_profile(profile)
+    site_profile = options.chosen_profile(profile)
     prepared = prepare(chain, data=data)
     request = job_request(
         Path("RUN").absolute(), prepared, site_profile, nodes=nodes, costs=costs, strict=False
@@ -163,7 +144,7 @@ def profile() -> None:
 
 
 @profile.command("list")
-@json_option
+@options.json
 def list_profiles() -> None:
     """List the site profiles and their files.
 
@@ -183,7 +164,7 @@ def list_profiles() -> None:
 
 
 @profile.command("show")
-@click.argument("name", shell_complete=complete_profiles)
+@click.argument("name", shell_complete=options.complete_profiles)
 def show_profile(name: str) -> None:
     """Print a site profile's file, after checking it.
 
@@ -238,7 +219,7 @@ def job_request(
     return request
 
 
-def _checked(script: str, options: list[str]) -> str:
+def _checked(script: str, further: list[str]) -> str:
     """Let Slurm check a batch script, and return its answer."""
     import tempfile
 
@@ -247,7 +228,7 @@ def _checked(script: str, options: list[str]) -> str:
     with tempfile.NamedTemporaryFile("w", prefix="dnictl-", suffix=".sbatch") as file:
         file.write(script)
         file.flush()
-        return check_only(Path(file.name), options)
+        return check_only(Path(file.name), further)
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:

@@ -13,24 +13,9 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import StoppedError, UsageError, WorkerError
-from dnictl.options import (
-    BackendChoice,
-    answered,
-    backend_option,
-    chosen_profile,
-    data_option,
-    images_option,
-    job_options,
-    json_option,
-    level_option,
-    name_option,
-    planned_run,
-    profile_option,
-    runs_option,
-    site_for,
-    tell,
-)
+from dnictl import options
 from dnictl.show import Column, decimals, print_table, quantity, short_names, state
+from dnictl.terminal import answered, tell
 
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
@@ -47,22 +32,22 @@ _POLL_S, _JOB_POLL_S = 1.0, 10.0
 @click.option("--submit", "by_slurm", is_flag=True, help="Submit each run as a Slurm job instead.")
 @click.option("--wait", "wait_for_it", is_flag=True,
               help="Wait for the jobs, and print the table.")  # fmt: skip
-@profile_option
-@job_options
-@backend_option
-@name_option
-@runs_option
-@images_option
-@data_option
-@level_option
-@json_option
+@options.profile
+@options.of_job
+@options.backend
+@options.name
+@options.runs
+@options.images
+@options.data
+@options.log_level
+@options.json
 def sweep(
     settings: tuple[str, ...],
     jobs: int,
     by_slurm: bool,
     wait_for_it: bool,
     profile: str | None,
-    backend: BackendChoice,
+    backend: options.BackendChoice,
     name: str | None,
     runs: Path,
     images: Path,
@@ -97,7 +82,7 @@ def sweep(
             hint="for example: dnictl sweep chain.yaml lr=1e-3,3e-3 seed=0..2",
         )
     check_place(None, runs, name)
-    site_profile = chosen_profile(profile)
+    site_profile = options.chosen_profile(profile)
     prepared = prepare(chain, data=data)
     name = name or new_run_id(prepared.chain.name)
     variants, metric = read_variants(prepared, texts, name), compared_metric(prepared.chain)
@@ -108,7 +93,7 @@ def sweep(
         root = (runs / variant.run).absolute()
         start_settings = StartSettings(root, backend, images, log_level=log_level)
         if not by_slurm:
-            planned_run(variant.prepared, start_settings).launch().detach()
+            options.planned_run(variant.prepared, start_settings).launch().detach()
             return Run.open(root)
         from dni_runtime.schedulers.slurm.submit import job_record, submit_run
         from dnictl.submit import job_request
@@ -119,7 +104,7 @@ def sweep(
         job = job_record(request, profile, log_level)
         job_settings = StartSettings(root, backend, images, scheduler="slurm", job=job)
         record, number = submit_run(
-            request, variant.prepared, site_for(variant.prepared, job_settings), job
+            request, variant.prepared, options.site_for(variant.prepared, job_settings), job
         )
         tell(f"{variant.run}: job {number}")
         return Run(record)

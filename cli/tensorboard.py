@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dnictl.options import (
-    FOLDER,
-    answered,
-    json_option,
-    run_options,
-    trust_option,
-)
+from dnictl import options
+from dnictl.terminal import answered
 
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
@@ -23,14 +18,14 @@ _POLL_S = 2.0
 
 
 @click.command()
-@run_options
+@options.of_run
 @click.option(
-    "--logdir", type=FOLDER,
+    "--logdir", type=options.FOLDER,
     help="Write below DIRECTORY/RUN instead of the run's own folder.",
 )  # fmt: skip
 @click.option("-f", "--follow", is_flag=True, help="Follow until the run has ended.")
-@trust_option
-@json_option
+@options.trust
+@options.json
 def tensorboard(run: Run, logdir: Path | None, follow: bool) -> None:
     """Write a run's metrics for TensorBoard.
 

@@ -1,25 +1,92 @@
-"""The process of a service: a network's versions behind one address."""
+"""The process of a service: a network's versions, and what answers for each, behind one address."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from dni_runtime.api.answering import plan_deployment
-from dni_runtime.api.deployment import Deployment, deploy
+from dni_runtime.api.answering import PlannedDeployment, plan_deployment
+from dni_runtime.api.run import Run
 from dni_runtime.api.services import order_of, state_of
 from dni_runtime.errors import DniError, UsageError, WorkerError
 from dni_runtime.measure.figures import MetricsReader, module_families
 from dni_runtime.run.documents.state import RunState, process_birth
+from dni_runtime.run.rundir import socket_folder
 from dni_runtime.schedulers.interrupts import catching_signals
 from dni_runtime.serving.documents import BEAT_S, Order, ServiceState, Settings, Version
+from dni_runtime.serving.engine import Engine, InProcess
+from dni_runtime.serving.front import Front
 from dni_runtime.serving.server import Server
 from dni_runtime.serving.server import serve as start_server
 
 _TICK_S = 0.2
+_STOPPED_S = 60.0  # that a supervisor may take to end when its workers have
+
+
+@dataclass
+class Deployment:
+    """One version, and what answers for it."""
+
+    version: Version
+    engine: Engine
+    run: Run | None = None  # of its workers
+    supervisor: subprocess.Popen[bytes] | None = None
+    order: Order | None = None  # that it is the outcome of
+    until_s: float = 0.0  # by when it must be ready, or drained
+
+    def note(self, **changes: object) -> None:
+        """Change what is reported of the version."""
+        self.version = self.version.model_copy(update=changes)
+
+    def failure(self) -> str | None:
+        """Why it cannot answer any more; None if it can."""
+        if not isinstance(self.engine, Front) or self.run is None or self.supervisor is None:
+            return None
+        if self.engine.failure is not None:
+            return str(self.engine.failure)
+        if self.supervisor.poll() is None:
+            return None
+        return self.run.state().error or "its supervisor has ended"
+
+    def stop(self) -> None:
+        """End it, with its workers."""
+        self.engine.close()
+        if not isinstance(self.engine, Front) or self.run is None or self.supervisor is None:
+            return
+        self.engine.join()
+        with contextlib.suppress(DniError):
+            self.run.stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.supervisor.wait(_STOPPED_S)
+
+
+def deploy(plan: PlannedDeployment) -> Deployment:
+    """Start what answers for a version."""
+    if plan.run is None:
+        assert plan.network is not None
+        return Deployment(plan.version, InProcess(plan.network, plan.signature))
+    launch, prepared = plan.run.launch(), plan.run.prepared
+    assert prepared.front is not None
+    assert launch.plan.front is not None
+    supervisor = launch.spawn(tied=True)
+    root = launch.run.root
+    socket_folder(root, Path(launch.plan.sockets))
+    front = Front(
+        launch.run,
+        prepared.front,
+        launch.plan.front,
+        plan.signature,
+        depth=len(prepared.replicas),
+        exit_wait_s=plan.exit_wait_s,
+    )
+    version = plan.version.model_copy(update={"run": root})
+    return Deployment(version, front, Run.open(root), supervisor)
 
 
 class Service:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dni_runtime.measure.curves import Panel, draw_curves
 from dni_runtime.measure.figures import MetricsReader, RunFigures
-from dni_runtime.run.documents.best import Best
+from dni_runtime.run.documents.evaluations import Best
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 

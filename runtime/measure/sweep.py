@@ -13,7 +13,7 @@ from dni_runtime.errors import UsageError
 from dni_runtime.measure.compare import ComparedMetric, metric_of
 from dni_runtime.measure.figures import MetricsReader
 from dni_runtime.plan.prepare import CheckedChain, prepare_with
-from dni_runtime.run.documents.best import Best
+from dni_runtime.run.documents.evaluations import Best
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 from dni_runtime.spec import ChainSpec

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from dni_runtime.errors import CheckpointError, DamagedError, DataError, UsageError
 from dni_runtime.files import load_json, open_folder, opened
-from dni_runtime.run.documents.best import Best
+from dni_runtime.run.documents.evaluations import Best
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec.named import number_of, takes_part
 from dni_runtime.spec.replicas import replicas_of

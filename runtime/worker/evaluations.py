@@ -13,8 +13,7 @@ from dni_runtime.core.evaluation import EvaluationSums
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.link import Marker
 from dni_runtime.run.cuts import written_cuts
-from dni_runtime.run.documents.best import Best
-from dni_runtime.run.documents.shares import Share
+from dni_runtime.run.documents.evaluations import Best, Share
 from dni_runtime.run.lines import LineReader
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import WorkerSpec

@@ -18,7 +18,7 @@ import zmq
 
 from dni_runtime.files import read_json, write_atomic
 from dni_runtime.run.cuts import complete_cuts
-from dni_runtime.run.documents.best import Best
+from dni_runtime.run.documents.evaluations import Best
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import ChainSpec, parse_chain
 from dni_runtime.spec.model import SelectionSpec

@@ -9,7 +9,7 @@ import pytest
 
 from dni_runtime.errors import SpecError
 from dni_runtime.run.cuts import best_cut
-from dni_runtime.run.documents.best import Best
+from dni_runtime.run.documents.evaluations import Best
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import DataInfo, SelectionRole
 from dni_runtime.worker.evaluations import Selection
