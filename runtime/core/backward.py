@@ -31,13 +31,13 @@ def backward(
     root.backward(inputs=inputs, retain_graph=retain)
 
 
-def changed_in_place(module: str, error: RuntimeError) -> SpecError | None:
-    """Return the error if a module changed a tensor that its gradient needs; None for others."""
+def changed_in_place(place: str, error: RuntimeError) -> SpecError | None:
+    """Return the error if code changed a tensor that its gradient needs; None for others."""
     if IN_PLACE not in str(error):
         return None
     what = str(error).split(". Hint:")[0].removeprefix(IN_PLACE).lstrip(": ")
     return SpecError(
-        f"module {module!r} changes a tensor in place that its gradient needs: {what}",
+        f"{place} changes a tensor in place that its gradient needs: {what}",
         hint="make a new one there, as 'y = y * 2' does instead of 'y *= 2' or 'y.mul_(2)'",
     )
 

@@ -52,7 +52,7 @@ def _naming_module(method: Method) -> Method:
         try:
             return method(step, *args)
         except RuntimeError as error:
-            raise changed_in_place(step.spec.module, error) or error from None
+            raise changed_in_place(f"module {step.spec.module!r}", error) or error from None
 
     return cast("Method", named)
 

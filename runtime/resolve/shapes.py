@@ -257,7 +257,9 @@ def check_gradients(worker: WorkerSpec, network: nn.Module, learns: Collection[s
                 gradients = torch.autograd.grad(h_BH.sum(), targets, allow_unused=True)
             break
         except Exception as error:  # of a layer that cannot run so
-            changed = isinstance(error, RuntimeError) and changed_in_place(name, error)
+            changed = isinstance(error, RuntimeError) and changed_in_place(
+                f"module {name!r}", error
+            )
             if changed:
                 changed.location = at
                 raise changed from None

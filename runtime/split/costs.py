@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from dni_runtime.core.attention import AttentionWatch, run_watched
+from dni_runtime.core.backward import changed_in_place
 from dni_runtime.core.interfaces import Boundary, build_interface, resolve_interface
 from dni_runtime.core.training import build_optimizer
 from dni_runtime.network.piece import Operations
@@ -103,6 +104,10 @@ class Costs:
         return tuple(value for value, made in pairs if made > first)
 
 
+def _before(cut: str | None) -> str:
+    return "what comes after the last cut" if cut is None else f"what comes before the cut {cut!r}"
+
+
 def measure(
     program: Program,
     network: nn.Module,
@@ -137,8 +142,9 @@ def measure(
         passes: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
         seconds = []
         for number, (section, run) in enumerate(zip(sections, runs, strict=True)):
+            # Copies, as from a link: what is changed in place is not what the one before has kept.
             inputs = [
-                values[node].detach().requires_grad_(node in learning) for node in section.takes
+                values[node].clone().requires_grad_(node in learning) for node in section.takes
             ]
             inputs += [batch[place] for place in section.data]
             kept: dict[int, int] = {}
@@ -171,7 +177,10 @@ def measure(
             ]
             began = time.perf_counter()
             if learnt:
-                torch.autograd.backward([y for y, _ in learnt], [g for _, g in learnt])
+                try:
+                    torch.autograd.backward([y for y, _ in learnt], [g for _, g in learnt])
+                except RuntimeError as error:
+                    raise changed_in_place(_before(names[number + 1]), error) or error from None
             for parameter in per_section[number].values():
                 if (
                     parameter.grad is not None and parameter.grad.is_sparse

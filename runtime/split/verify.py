@@ -176,7 +176,7 @@ def _run(parts: Sequence[NetworkPart], pieces: Mapping[str, Piece], xs: list[Ten
             try:
                 torch.autograd.backward([output for output, _ in pairs], [g for _, g in pairs])
             except RuntimeError as error:
-                raise changed_in_place(name, error) or error from None
+                raise changed_in_place(f"module {name!r}", error) or error from None
     return y.detach()
 
 

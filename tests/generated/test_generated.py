@@ -66,7 +66,7 @@ def test_seeds_that_found_something(seed: int, tmp_path: Path) -> None:
     assert outcome.kind == "equal", f"{outcome.text}\n{source(outcome.case)}\n{outcome.trace}"
 
 
-@pytest.mark.parametrize("seed", [63145, 64519])
+@pytest.mark.parametrize("seed", [63145, 64519, 84490])
 def test_what_a_module_cannot_do_is_refused_for_its_reason(seed: int, tmp_path: Path) -> None:
     """Weights of two types that are tied; what is changed in place after a checkpoint."""
     assert run_case(draw(seed), tmp_path).reason is not None
