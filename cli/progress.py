@@ -41,31 +41,31 @@ def progress(run: Run, *, quiet: bool = False) -> Iterator[Callable[[RunState], 
             def show(figures: RunFigures) -> None:
                 live.update(_picture(figures), refresh=True)
 
-            yield _Throttle(run, _LIVE_S, show)
+            yield _throttled(run, _LIVE_S, show)
     else:
-        yield _Throttle(run, _PLAIN_S, PlainLines())
+        yield _throttled(run, _PLAIN_S, PlainLines())
 
 
-class _Throttle:
-    """Reads and shows a run's figures at most every ``every_s`` seconds.
+def _throttled(
+    run: Run, every_s: float, show: Callable[[RunFigures], None]
+) -> Callable[[RunState], None]:
+    """Return what shows a run's figures at most every ``every_s`` seconds.
 
     A closed terminal or pipe, or a figure that cannot be read, does not end the run.
     """
+    from dni_runtime.measure.figures import MetricsReader
 
-    def __init__(self, run: Run, every_s: float, show: Callable[[RunFigures], None]) -> None:
-        from dni_runtime.measure.figures import MetricsReader
+    reader, due = MetricsReader(run.record), 0.0
 
-        self._reader = MetricsReader(run.record)
-        self._every_s = every_s
-        self._show = show
-        self._due = 0.0
-
-    def __call__(self, state: RunState) -> None:
+    def look(state: RunState) -> None:
+        nonlocal due
         now = time.monotonic()
-        if now >= self._due or not state.active:
-            self._due = now + self._every_s
+        if now >= due or not state.active:
+            due = now + every_s
             with suppress(OSError, DataError):
-                self._show(self._reader.read(state))
+                show(reader.read(state))
+
+    return look
 
 
 class PlainLines:

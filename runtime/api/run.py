@@ -42,9 +42,6 @@ if TYPE_CHECKING:  # what starts and ends workers takes a while to import
 
 _log = logging.getLogger(__name__)
 
-Tell = Callable[[str], None]
-"""Receives one line that the user should know."""
-
 _POLL_S, _QUEUE_POLL_S, _STOP_POLL_S = 0.3, 5.0, 0.1
 _REQUEST_TIMEOUT_S = 60.0  # the supervisor looks once a second, a shared file system shows it late
 _STOP_TIMEOUT_S = 30.0  # beyond the workers' own time
@@ -509,7 +506,7 @@ class Run(Checkpointed):
         epochs: int | None = None,
         *,
         log_level: str = "info",
-        tell: Tell = lambda line: None,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> Launch | None:
         """Become its owner, and plan its next start; ``tell`` gets what the user should know.
 

@@ -77,7 +77,7 @@ def in_processes(
         batch_size=None,
         sampler=numbers,
         num_workers=min(processes, len(numbers)),
-        collate_fn=_as_it_is,
+        collate_fn=lambda result: result,
         worker_init_fn=_Follower(os.getpid()),
         multiprocessing_context="fork",
         generator=torch.Generator().manual_seed(seed),
@@ -128,10 +128,6 @@ class _Made(Dataset[Any]):
             return self._make(number)
         except DniError as error:  # if raised, torch would add a traceback to its message
             return error
-
-
-def _as_it_is(result: Any) -> Any:
-    return result
 
 
 class _Follower:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import PurePosixPath
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dni_runtime.spec.named import Frozen, matching, module_of
+from dni_runtime.spec.named import ABSOLUTE, Frozen, matching, module_of
 
 
 class BaseSpec(Frozen):
@@ -57,15 +56,8 @@ class MountSpec(Frozen):
     """A folder of the host inside the containers."""
 
     source: str  # on the host
-    target: str | None = None  # absolute path in the container; None: the same
+    target: Annotated[str, ABSOLUTE] | None = None  # in the container; None: the same
     read_only: bool = True
-
-    @field_validator("target")
-    @classmethod
-    def _absolute(cls, value: str | None) -> str | None:
-        if value is not None and not PurePosixPath(value).is_absolute():
-            raise ValueError(f"{value!r} is not an absolute path")
-        return value
 
 
 class ResourcesSpec(Frozen):

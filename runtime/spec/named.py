@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -43,6 +44,16 @@ Words = Annotated[
     ),
 ]
 """Several texts, or one that is written without a list."""
+
+
+def _absolute(value: str) -> str:
+    if not value.startswith("/"):
+        raise ValueError(f"{value!r} is not an absolute path")
+    return value
+
+
+ABSOLUTE = AfterValidator(_absolute)
+"""Constrain a path to an absolute one."""
 
 IMPORT_KEY = "import"
 

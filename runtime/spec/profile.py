@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from dni_runtime.spec.named import Frozen, matching
+from dni_runtime.spec.named import ABSOLUTE, Frozen, matching
 
 Word = Annotated[
     str,
@@ -64,7 +64,7 @@ class ProfileSpec(Frozen):
         | None
     ) = None
     # folders in containers at the same path; ``PATH:ro``: read-only
-    binds: tuple[ProfileLine, ...] = ()
+    binds: tuple[Annotated[ProfileLine, ABSOLUTE], ...] = ()
     container_args: tuple[ProfileLine, ...] = ()  # of ``apptainer run``
     python: ProfileLine | None = None  # with dnictl, on the nodes; None: the submitting one
     # How often a job that ran out of time or was preempted resumes automatically.
@@ -74,11 +74,3 @@ class ProfileSpec(Frozen):
     @classmethod
     def _lines(cls, value: object) -> object:
         return tuple(value.splitlines()) if isinstance(value, str) else value
-
-    @field_validator("binds")
-    @classmethod
-    def _absolute(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for path in value:
-            if not path.startswith("/"):
-                raise ValueError(f"{path!r} is not an absolute path")
-        return value

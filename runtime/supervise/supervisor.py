@@ -305,7 +305,8 @@ class Supervisor:
             case Action.NOTHING if exited.due:
                 module.state = "restarting"
             case Action.MOVE:
-                self._restart_elsewhere(name, f"node {node} is lost")
+                self._backoff[name] = Backoff()
+                self._restart(name, 0.0, f"node {node} is lost")
             case Action.RESTART_NOW:
                 pool.restart(name, 0.0, "'dnictl restart' was called")
             case Action.FALL_BACK:
@@ -347,10 +348,6 @@ class Supervisor:
         delay_s = self._backoff[name].delay_s(self._plan.restart, exit_code, self._clock())
         assert delay_s is not None  # the rules allow it
         self._restart(name, delay_s, reason)
-
-    def _restart_elsewhere(self, name: str, reason: str) -> None:
-        self._backoff[name] = Backoff()
-        self._restart(name, 0.0, reason)
 
     def _restart(self, name: str, delay_s: float, reason: str) -> None:
         if self._plan.restart.scope == "module":

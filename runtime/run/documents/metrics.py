@@ -200,14 +200,12 @@ def parse_line(text: bytes) -> MetricsLine | None:
 
 def parse_train(text: bytes) -> TrainLine | None:
     """Return a line about training; None if it is another one, or damaged."""
-    line = parse_line(text) if TRAIN in text else None
-    return line if isinstance(line, TrainLine) else None
+    return TrainLine.parse(text) if TRAIN in text else None
 
 
 def parse_evaluation(text: bytes) -> EvaluationLine | None:
     """Return a line about an evaluation; None if it is another one, or damaged."""
-    line = None if TRAIN in text else parse_line(text)
-    return line if isinstance(line, EvaluationLine) else None
+    return None if TRAIN in text else EvaluationLine.parse(text)
 
 
 def read_metrics(path: Path, kind: type[LineT]) -> Iterator[LineT]:
