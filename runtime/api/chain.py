@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from safetensors.torch import save
 from torch import nn
 
 from dni_runtime.api.planning import plan_run
@@ -81,12 +80,12 @@ class Chain:
             UsageError: The file exists, and this method did not write it; or ``inputs`` names no
                 module.
         """
-        from dni_runtime.core.export import separate
-        from dni_runtime.resolve.describe import describe_data, describe_modules, with_frozen
+        from dni_runtime.resolve.describe import describe_modules, describe_settings, with_frozen
+        from dni_runtime.split.chainfile import check_place, weights_beside, write_weights
         from dni_runtime.split.network import named_after
 
         path = Path(path)
-        folder, weights = path.parent.absolute(), path.with_suffix(".safetensors")
+        folder = path.parent.absolute()
         takes = {
             name: value if isinstance(value, str) else list(value)
             for name, value in (inputs or {}).items()
@@ -94,16 +93,15 @@ class Chain:
         unknown = set(takes) - set(modules)
         if unknown:
             raise UsageError(f"'inputs' names {min(unknown)!r}, which is not one of the modules")
-        if path.exists() and not path.read_text().startswith(_WRITTEN):
-            text = f"{str(path)!r} exists, and was not written by Chain.from_modules"
-            raise UsageError(text, hint="name another file: path='mine.yaml'")
+        check_place(path, _WRITTEN)
+        settings = describe_settings(settings, folder)
         described = describe_modules(modules, folder)
         defaults = settings.get("defaults", {})
         document = {
             "name": named_after(path.stem) or "chain",
             **settings,
-            "data": describe_data(data, folder),
-            "defaults": {"init": {"file": weights.name}, **defaults},
+            "data": describe_settings(data, folder, ("data",)),
+            "defaults": {"init": {"file": weights_beside(path).name}, **defaults},
             "modules": [
                 {
                     "name": name,
@@ -119,7 +117,7 @@ class Chain:
             for name, entry in described.items()
             for key, value in entry.state.items()
         }
-        write_atomic(weights, save(separate(tensors)))
+        write_weights(path, tensors)
         write_atomic(path, _WRITTEN + yaml.safe_dump(document, sort_keys=False), mode=0o644)
         return cls(path)
 
@@ -167,7 +165,7 @@ class Chain:
             UsageError: The file exists, and neither this method nor 'dnictl split' wrote it.
         """
         from dni_runtime.plan.splitting import split_chain
-        from dni_runtime.resolve.describe import describe_data, describe_modules, import_path
+        from dni_runtime.resolve.describe import describe_modules, describe_settings, import_path
 
         path = Path(path)
         folder, state = path.parent.absolute(), None
@@ -182,7 +180,10 @@ class Chain:
         taken = split_chain(
             target,
             path,
-            {**settings, "data": describe_data(data, folder)},
+            {
+                **describe_settings(settings, folder),
+                "data": describe_settings(data, folder, ("data",)),
+            },
             args=args,
             modules=modules,
             at=at,

@@ -30,6 +30,14 @@ Data: TypeAlias = str | Path | Mapping[str, Any]
 
 def check_ending(output: Path, *, state_dict: bool) -> None:
     """Refuse a file that the network, or its state dict, cannot be exported to."""
+    if output.suffix == ".safetensors" and output.is_file():
+        from dni_runtime.core.export import chain_of
+
+        if (chain := chain_of(output)) is not None:
+            raise UsageError(
+                f"{str(output)!r} is what {chain!r} begins with: its initial weights",
+                hint="name another file, such as 'trained.safetensors'",
+            )
     allowed = (".safetensors", *((".pt", ".pth") if state_dict else (".pt2", ".onnx")))
     if output.suffix not in allowed:
         what = "a state dict" if state_dict else "a network"

@@ -38,6 +38,9 @@ AVERAGE_PREFIX = "average.module."
 
 METADATA = "dni-runtime"
 
+CHAIN = "dni-runtime.chain"
+"""Metadata of a file of initial weights: the name of its chain file."""
+
 
 class ExportedModule(Frozen):
     """A module in a ``.safetensors`` file."""
@@ -285,6 +288,16 @@ def _check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if not is_lazy(value) and (tensor is None or tensor.shape != value.shape):
             there = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
             raise ValueError(f"{name!r} has shape {list(value.shape)} and is {there}")
+
+
+def chain_of(file: Path) -> str | None:
+    """Return the name of the chain file that begins with a file's weights; None if none does."""
+    try:
+        with safe_open(file, framework="pt") as reader:
+            name: str | None = (reader.metadata() or {}).get(CHAIN)
+            return name
+    except (OSError, SafetensorError):
+        return None
 
 
 def read_tensors(file: Path, prefix: str) -> dict[str, Tensor]:

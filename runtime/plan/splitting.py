@@ -19,7 +19,7 @@ from dni_runtime.resolve.describe import with_frozen
 from dni_runtime.spec import Choice, DataSpec
 from dni_runtime.spec.load import explain_details, parse_choice, parse_yaml
 from dni_runtime.split.balance import Balance
-from dni_runtime.split.chainfile import HEADER, OF_A_PART, write_chain
+from dni_runtime.split.chainfile import HEADER, OF_A_PART, check_place, write_chain
 from dni_runtime.split.network import chain_name, freeze_named, load_weights, network_of, take_apart
 from dni_runtime.split.part import Parts
 from dni_runtime.split.plan import SplitRequest
@@ -56,11 +56,7 @@ def split_chain(
     force: bool = False,  # replace a chain file that ``split`` has not written
 ) -> SplitChain:
     """Take a network apart, and write a chain file and its weights."""
-    if path.exists() and not force and not path.read_text("utf-8").startswith(HEADER):
-        raise UsageError(
-            f"{str(path)!r} exists, and 'dnictl split' did not write it",
-            hint="name another file with -o, or replace it with --force",
-        )
+    check_place(path, HEADER, force=force)
     base = path.parent.absolute()
     own = _settings_of_modules(settings, len(at) + 1 if at else modules)
     try:

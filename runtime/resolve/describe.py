@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -24,6 +25,7 @@ from dni_runtime.errors import SpecError
 from dni_runtime.resolve.facts import attributes_of, facts_of, tensors_of
 from dni_runtime.resolve.interactive import MAIN, written_out
 from dni_runtime.spec import LayerSpec
+from dni_runtime.spec.choices import Location
 from dni_runtime.spec.modules import patterns
 
 _ELSEWHERE = {"device", "dtype"}
@@ -127,6 +129,11 @@ def _check_same(built: nn.Module, original: nn.Module) -> None:
         value, other = theirs.get((place, what), _ABSENT), ours.get((place, what), _ABSENT)
         if value == other:
             continue
+        if what == "extra state":
+            raise SpecError(
+                f"extra state of {place!r} is no tensor, and files of weights hold only tensors",
+                hint="let 'get_extra_state' return a tensor, or register a buffer",
+            )
         if what.startswith(".") and _ABSENT in (value, other):
             cls, name = type(original.get_submodule(place)), what[1:]
             reads, stores = attributes_of(cls)
@@ -216,8 +223,10 @@ def import_path(cls: Callable[..., Any], folder: Path) -> str:
     return name
 
 
-def describe_data(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a chain's ``data`` as a file has it, with import paths of classes and functions."""
+def describe_settings(
+    settings: Mapping[str, Any], folder: Path, location: Location = ()
+) -> dict[str, Any]:
+    """Return keys of a chain as a file has them, with import paths of classes and functions."""
 
     def written(value: Any, key: str) -> Any:
         if isinstance(value, Mapping):
@@ -227,6 +236,8 @@ def describe_data(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(value, type | FunctionType | MethodType):
             path = import_path(value, folder)
             return path if key in ("dataset", "import") else {"import": path}
+        if isinstance(value, numpy.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+            return value.item()
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Path):
@@ -234,11 +245,11 @@ def describe_data(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         raise SpecError(
             f"{key!r} is a {type(value).__name__}: a chain file holds numbers, words, lists, and "
             "names of classes and functions",
-            location=("data",),
+            location=location,
             hint="write an object as {'import': Class, 'args': {…}}",
         )
 
-    return {key: written(value, key) for key, value in data.items()}
+    return {key: written(value, key) for key, value in settings.items()}
 
 
 def _arguments(layer: nn.Module) -> dict[str, Any]:

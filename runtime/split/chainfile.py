@@ -11,9 +11,10 @@ from typing import Any
 
 import yaml
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
-from dni_runtime.core.export import separate
+from dni_runtime.core.export import CHAIN, chain_of, separate
+from dni_runtime.errors import UsageError
 from dni_runtime.files import write_atomic
 from dni_runtime.network.source import NetworkSpec
 from dni_runtime.spec.load import imported_names
@@ -28,6 +29,41 @@ OF_A_PART = frozenset({"name", "inputs", "interface", "layers"})
 """What a module of a chain file has from its part."""
 
 
+def weights_beside(path: Path) -> Path:
+    """Return the file of the initial weights of a chain file."""
+    return path.with_suffix(".safetensors")
+
+
+def check_place(path: Path, header: str, *, force: bool = False) -> None:
+    """Refuse a chain file that cannot be written, or that would replace what others have written.
+
+    Its first line is ``header``; ``force`` replaces another chain file.
+    """
+    weights, other = weights_beside(path), "name another file: -o mine.yaml, path='mine.yaml'"
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {str(path.parent)!r}", hint="create it, or " + other)
+    if path == weights:
+        raise UsageError(f"{str(path)!r} would be the chain file and its weights", hint=other)
+    if path.is_dir() or (
+        path.exists() and not force and not path.read_bytes().startswith(header.encode())
+    ):
+        by = header.removeprefix("# Written by ").partition(";")[0].partition(", which")[0]
+        raise UsageError(
+            f"{str(path)!r} exists, and {by} did not write it",
+            hint=other + (", or replace it with --force" if header == HEADER else ""),
+        )
+    if weights.exists() and chain_of(weights) != path.name:
+        raise UsageError(
+            f"{str(weights)!r} exists, and is not the weights of {str(path)!r}",
+            hint=f"{other}: its weights are written beside it",
+        )
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the initial weights of a chain file; the file says so."""
+    write_atomic(weights_beside(path), save(separate(tensors), metadata={CHAIN: path.name}))
+
+
 def write_chain(
     path: Path,
     name: str,
@@ -38,7 +74,7 @@ def write_chain(
     modules: Sequence[Mapping[str, Any]] = (),  # each part has the other settings of its module
 ) -> Path:
     """Write a chain file, and the network's weights beside it; return the file of the weights."""
-    weights = path.with_suffix(".safetensors")
+    weights = weights_beside(path)
     rest = {key: value for key, value in settings.items() if key not in ("name", "modules")}
     image, defaults = (dict(rest.pop(key, {})) for key in ("image", "defaults"))
     targets = [spec.target, *import_paths(settings.get("data"))]
@@ -47,7 +83,7 @@ def write_chain(
         image["requirements"] = list(dict.fromkeys([*image.get("requirements", []), *needed]))
     defaults["init"] = {"file": weights.name, "names": {"0.network": ""}}
     head = {"name": name, **rest, **({"image": image} if image else {}), "defaults": defaults}
-    write_atomic(weights, save(separate(network.state_dict())))
+    write_weights(path, network.state_dict())
     write_atomic(path, chain_text(head, spec, parts, modules).encode(), mode=0o644)
     return weights
 

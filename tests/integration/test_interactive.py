@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 import beside
 from dni_runtime.errors import SpecError
-from dni_runtime.resolve.describe import describe_data, describe_modules, import_path
+from dni_runtime.resolve.describe import describe_modules, describe_settings, import_path
 
 WIDTH, NAMES = 6, ("even", "odd")
 x = torch.ones(3)  # the name of a local variable below
@@ -85,10 +85,10 @@ def main(folder):
     print(described.layers[0]["import"], described.layers[0]["args"])
     args = {"a": {"import": Block, "args": {"size": 3}}, "b": scaled}
     data = {"dataset": Points, "collate": collate, "path": folder, "args": args}
-    print(describe_data(data, folder))
+    print(describe_settings(data, folder))
     refused(lambda: import_path(Uses, folder))
     refused(lambda: import_path(Missing, folder))
-    refused(lambda: describe_data({"args": {"net": net}}, folder))
+    refused(lambda: describe_settings({"args": {"net": net}}, folder))
     refused(lambda: import_path(type("Cell", (nn.Module,), {"__module__": "__main__"}), folder))
     torch.save((net.state_dict(), net(torch.ones(2, WIDTH))), folder / "net.pt")
 """

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import yaml
@@ -16,10 +17,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dni_runtime import Chain
+from dni_runtime.api.checkpointed import check_ending
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.layers import load_initial
 from dni_runtime.data import open_data
-from dni_runtime.errors import SpecError
+from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.plan.create import create_run
 
 SETTINGS: dict[str, Any] = {"defaults": {"interface": "exact", "optimizer": {"SGD": {"lr": 0.1}}}}
@@ -179,3 +181,58 @@ def test_a_network_that_is_split_keeps_what_is_frozen(
     ]
     assert frozen == ["first.weight", "first.bias", "second.bias"]
     sys.modules.pop("words", None)
+
+
+DIGITS = {"dataset": "digits", "batch_size": 64, "flatten": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "made", "message"),
+    [
+        ("mine.yaml", "mine.safetensors", "'mine.safetensors' exists, and is not the weights"),
+        ("mine.yaml", "mine.safetensors/", "is not the weights of 'mine.yaml'"),
+        ("mine.yaml", "mine.yaml", "did not write it"),
+        ("mine.yaml", "mine.yaml/", "did not write it"),
+        ("no/such/mine.yaml", "other", "there is no folder 'no/such'"),
+        ("mine.safetensors", "other", "the chain file and its weights"),
+    ],
+)
+def test_files_of_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, made: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if made.endswith("/"):
+        Path(made).mkdir()
+    else:
+        Path(made).write_bytes(b"\x8b of the user")
+    with pytest.raises(UsageError, match=message):
+        Chain.from_modules({"a": nn.Linear(64, 10)}, data=DIGITS, path=path)
+    assert made.endswith("/") or Path(made).read_bytes() == b"\x8b of the user"
+
+
+def test_weights_of_another_chain_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # its own are replaced
+        Chain.from_modules({"a": nn.Linear(64, 10)}, data=DIGITS, path="mine.yaml")
+    before = Path("mine.safetensors").read_bytes()
+    with pytest.raises(UsageError, match=r"is not the weights of 'mine\.yml'"):
+        Chain.from_modules({"a": nn.Linear(64, 10)}, data=DIGITS, path="mine.yml")
+    with pytest.raises(UsageError, match=r"'mine\.yaml' begins with"):
+        check_ending(Path("mine.safetensors"), state_dict=True)
+    assert Path("mine.safetensors").read_bytes() == before
+
+
+def test_settings_are_what_a_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    chain = Chain.from_modules(
+        {"a": nn.Linear(64, 10)},
+        data=DIGITS,
+        epochs=numpy.int64(2),
+        loss=nn.CrossEntropyLoss,
+        defaults={"optimizer": {"SGD": {"lr": torch.tensor(0.5)}}, "ema": numpy.float64(0.5)},
+    )
+    written = yaml.safe_load(Path("chain.yaml").read_text())
+    assert (written["epochs"], written["defaults"]["ema"]) == (2, 0.5)
+    assert chain.prepared.workers[0].optimizer.args == {"lr": 0.5}
+    with pytest.raises(SpecError, match=r"(?s)'loss' is a MSELoss.*'import': Class"):
+        Chain.from_modules({"a": nn.Linear(64, 10)}, data=DIGITS, loss=nn.MSELoss())
