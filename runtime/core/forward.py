@@ -49,6 +49,8 @@ class ModuleForward:
             self.layers = build_module(spec, self.device)
             self.random_state: Tensor = state()
         self._changes_input: dict[bool, bool] = {}  # in train and in eval mode, once it is known
+        # The activation computed last, and its version then.
+        self._last: tuple[Tensor, int] | None = None
         self._precision = torch_dtype(spec.precision)
         self._dtype = torch_dtype(spec.output.dtype)
 
@@ -99,7 +101,17 @@ class ModuleForward:
                 hint="make a copy, as 'x = x + y' does instead of 'x += y'",
             )
         self._changes_input[training] = changes
+        self._check_last(h_BH)
         return h_BH
+
+    def _check_last(self, h_BH: Tensor) -> None:
+        """Refuse layers that write into what they have returned, which may not be sent yet."""
+        if self._last is not None and self._last[0]._version != self._last[1]:
+            raise SpecError(
+                f"module {self.spec.module!r} writes into its output of the batch before",
+                hint="that may still be on its way: return a copy, as 'return y.clone()'",
+            )
+        self._last = None if h_BH.is_inference() else (h_BH.detach(), h_BH._version)
 
     def evaluate(self, x: Inputs) -> Tensor:
         """Return the activation in eval mode, ``[B, *output]``."""

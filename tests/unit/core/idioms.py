@@ -98,3 +98,14 @@ class Complex(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.ifft(torch.fft.fft(x) * self.weight).real.to(x.dtype)
+
+
+class InOneMemory(nn.Module):
+    """Returns its input in a memory of its own, the same for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory = torch.zeros(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._memory[: len(x)].copy_(x.detach())

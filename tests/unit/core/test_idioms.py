@@ -69,6 +69,17 @@ def train_both(chain: LocalChain, parts: int = 1, count: int = 4) -> None:
             torch.testing.assert_close(value, expected[f"{number}.{name}"])
 
 
+def test_an_output_is_not_written_into_by_the_next_batch() -> None:
+    """It may not be sent yet: a neighbour would get another batch's numbers."""
+    text = CHAIN.format(interface="none", head="", middle="", tail="", more="")
+    text = text.replace("}]", "}, {import: 'tests.unit.core.idioms:InOneMemory'}]", 1)
+    chain = LocalChain(specs_of(text, INFO))
+    ((x, y),) = batches(1)
+    chain.train_batch(x, y)
+    with pytest.raises(SpecError, match=r"(?s)'a' writes into its output of the batch.*clone"):
+        chain.train_batch(x, y)
+
+
 @pytest.mark.parametrize("interface", EXACT)
 def test_layers_may_change_their_input_in_place(interface: str) -> None:
     shifts = own("Shifts")
