@@ -50,9 +50,10 @@ class UserSplit(Split):
         half: Half | None = None,  # what each item is, if not a sample with its label
         info: DataInfo | None = None,  # what each batch must have; None: no check
         draws: bool = False,
+        drawn: bool = False,
     ) -> None:
         self._name, self._spec, self._dataset, self._info = spec.dataset, spec, dataset, info
-        self._collate, self._half, self.draws = collate, half, draws
+        self._collate, self._half, self.draws, self.drawn = collate, half, draws, drawn
 
     def __len__(self) -> int:
         return len(self._dataset)  # type: ignore[arg-type]  # find_user() has seen its __len__
@@ -62,6 +63,8 @@ class UserSplit(Split):
         xs, ys, _ = self.tensors(order_B)
         if self._info is not None:
             self._check(self._info, xs, ys)
+        if self._collate is not None:  # it may fill one memory again and again
+            xs, ys = (tuple(tensor.clone() for tensor in tensors) for tensors in (xs, ys))
         if len(ys) == 1:
             return xs if len(xs) > 1 else xs[0], ys[0]
         dtype = torch.float32 if any(y.is_floating_point() for y in ys) else torch.int64

@@ -32,6 +32,7 @@ class Split(Protocol):
 
     slow: ClassVar[bool] = False  # loading a batch is so slow that reading ahead pays off
     draws: bool = False  # loading a batch draws from torch's global generator
+    drawn: bool = False  # making it has drawn from a global generator
     ordered: ClassVar[bool] = False  # neighbours overlap: parts of it are cut off, not drawn
 
     def __len__(self) -> int:
@@ -116,6 +117,10 @@ class Halves(Split):
     @property
     def draws(self) -> bool:  # type: ignore[override]  # likewise
         return any(half.draws for half in self._there)
+
+    @property
+    def drawn(self) -> bool:  # type: ignore[override]  # likewise
+        return any(half.drawn for half in self._there)
 
     @property
     def ordered(self) -> bool:  # type: ignore[override]  # likewise

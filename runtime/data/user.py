@@ -8,14 +8,18 @@ restart yields the same batches.
 from __future__ import annotations
 
 import os
+import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
+from dni_runtime.data.augment import seeded
 from dni_runtime.data.imports import import_target, make
 from dni_runtime.data.rows import UserSplit, sample_of
 from dni_runtime.data.source import Found, resolve
@@ -86,10 +90,15 @@ def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
     path = None if spec.path is None else resolve(spec.path, base)
     target = import_target(spec.dataset, base, what="data set", location=("data", "dataset"))
     collate = _find_collate(spec, base)
-    train, evaluation = (
-        _make(spec, target, arguments, needed=number == 0)
-        for number, arguments in enumerate(_arguments(spec, base, path))
-    )
+    with _same_draws():
+        start = _states()
+        train, evaluation = (
+            _make(spec, target, arguments, needed=number == 0)
+            for number, arguments in enumerate(_arguments(spec, base, path))
+        )
+        drawn = _states() != start
+    if drawn:
+        _check_apart(spec, train, evaluation)
     splits = [UserSplit(spec, dataset, collate, half) for dataset in (train, evaluation)]
     with torch.random.fork_rng(devices=[]):
         before = torch.random.get_rng_state()
@@ -110,11 +119,44 @@ def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
 
     def load() -> tuple[Split, Split]:
         return (
-            UserSplit(spec, train, collate, half, info, draws),
-            UserSplit(spec, evaluation, collate, half, info, draws),
+            UserSplit(spec, train, collate, half, info, draws, drawn),
+            UserSplit(spec, evaluation, collate, half, info, draws, drawn),
         )
 
     return Found(info, path, load)
+
+
+def _states() -> tuple[object, ...]:
+    theirs = numpy.random.get_state(legacy=False)["state"]
+    return torch.get_rng_state().tolist(), random.getstate(), theirs["pos"], theirs["key"].tobytes()
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """Let the global generators draw the same numbers in every process, and after a restart."""
+    before = random.getstate(), numpy.random.get_state()
+    with seeded(0):
+        random.seed(0)
+        numpy.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            numpy.random.set_state(before[1])
+
+
+def _check_apart(spec: DataSpec, train: Dataset[Any], evaluation: Dataset[Any]) -> None:
+    """Refuse samples for evaluation that are drawn from those for training."""
+    if not (isinstance(train, Subset) and isinstance(evaluation, Subset)):
+        return
+    both = set(train.indices) & set(evaluation.indices)
+    if both and len(train.dataset) == len(evaluation.dataset):  # type: ignore[arg-type]
+        raise DataError(
+            f"data set {spec.dataset!r} is split at random: {len(both)} of "
+            f"{len(evaluation.indices)} samples for evaluation are also for training",
+            hint="each call draws another split: give it a generator of its own, as "
+            "'random_split(…, generator=torch.Generator().manual_seed(0))'",
+        )
 
 
 def _classes(dataset: object) -> int | None:

@@ -251,3 +251,74 @@ def test_the_number_of_labels_does_not_change(user_module, tmp_path) -> None:
     next(batches)
     with pytest.raises(DataError, match="labels of 3 parts, but the first had 2"):
         next(batches)
+
+
+REUSES = (
+    SQUARES
+    + """
+
+class Fills:
+    def __init__(self):
+        self.x, self.y = torch.zeros(4, 2, 3), torch.zeros(4, dtype=torch.long)
+
+    def __call__(self, rows):
+        for number, (x, y) in enumerate(rows):
+            self.x[number], self.y[number] = x, y
+        return self.x[:len(rows)], self.y[:len(rows)]
+"""
+)
+
+
+def test_a_collate_may_fill_one_memory_again_and_again(user_module, tmp_path) -> None:
+    name = user_module(REUSES)
+    keywords = {"dataset": f"{name}:Squares", "collate": {"import": f"{name}:Fills", "args": {}}}
+    spec = DataSpec.model_validate({**keywords, "batch_size": 4, "shuffle": False})
+    batches = list(open_data(spec, tmp_path, seed=0).train_batches(0))  # read ahead
+    assert [x[:, 0, 0].tolist() for x, _ in batches] == [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81]]
+    assert [y.tolist() for _, y in batches] == [[0, 1, 0, 1], [0, 1, 0, 1], [0, 1]]
+
+
+DRAWN = """
+import random
+
+import numpy
+import torch
+from torch.utils.data import TensorDataset, random_split
+
+def points(train):
+    x = [torch.rand(6, 3), numpy.random.rand(6, 3), random.random()]
+    return TensorDataset(torch.cat([torch.as_tensor(one).expand(6, 3) for one in x]).float(),
+                         torch.arange(18) % 2)
+
+def halves(train, fixed=False):
+    generator = torch.Generator().manual_seed(0) if fixed else None
+    parts = random_split(TensorDataset(torch.arange(18.0)[:, None], torch.arange(18) % 2), [9, 9],
+                         generator=generator)
+    return parts[0 if train else 1]
+"""
+
+
+def test_what_a_data_set_draws_is_the_same_in_every_process(user_module, tmp_path) -> None:
+    spec = make(user_module, DRAWN, "points", shuffle=False)
+    found = []
+    for seed in (0, 1):  # of the process, not of the chain
+        torch.manual_seed(seed)
+        source = open_data(spec, tmp_path, seed=0)
+        assert source.splits["train"].drawn
+        parts = source.splits["train"], source.splits["eval"]
+        found.append([part.batch(torch.arange(18))[0] for part in parts])
+        assert not torch.equal(*found[-1])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_split_drawn_twice_is_refused(user_module, tmp_path) -> None:
+    with pytest.raises(DataError, match=r"(?s)of 9 samples for evaluation are also.*manual_seed"):
+        describe(make(user_module, DRAWN, "halves"), tmp_path)
+    spec = make(user_module, DRAWN, "halves", args={"fixed": True}, shuffle=False)
+    source = open_data(spec, tmp_path, seed=0)
+    assert not source.splits["train"].drawn
+    first, second = (
+        set(source.splits[part].batch(torch.arange(9))[0].flatten().tolist())
+        for part in ("train", "eval")
+    )
+    assert not first & second
