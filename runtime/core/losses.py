@@ -35,6 +35,9 @@ LOSSES: dict[str, type[nn.Module]] = {
 
 _SUM = "SumOfLosses"
 
+_SHARE = 1e-2
+"""How far from 1 a sum of probabilities may be, in half precision, too."""
+
 _TINY = 1e-30
 """Divisor if no label is valid, which makes the mean zero."""
 
@@ -180,6 +183,23 @@ class ChainLoss(nn.Module):
                 takes = "numbers from 0"
             raise DataError(f"{name}{index} is {value}, but {loss._name} takes {takes}", hint=hint)
 
+    def doubts(self, p_BP: Tensor) -> list[str]:
+        """Return what is likely to be wrong with a network's first predictions for this loss."""
+        if isinstance(self.function, SumOfLosses):
+            parts = self.function.predictions(p_BP)
+            return [doubt for loss, p in parts for doubt in loss.doubts(p)]
+        axis = self.class_axis or 1
+        if p_BP.dim() <= axis or p_BP.shape[axis] < 2 or not p_BP.is_floating_point():
+            return []
+        logarithms = type(self.function) in (nn.NLLLoss, nn.KLDivLoss)
+        sums = (p_BP.double().exp() if logarithms else p_BP.double()).sum(axis)
+        shares = bool(((sums - 1).abs() < _SHARE).all())
+        if logarithms and not shares:
+            return [f"{self._name} takes logarithms of probabilities: end with 'LogSoftmax'"]
+        if type(self.function) is nn.CrossEntropyLoss and shares and bool((p_BP >= 0).all()):
+            return ["CrossEntropyLoss computes the softmax itself: leave out the last 'Softmax'"]
+        return []
+
     def valid(self, y_BY: Tensor) -> Tensor | None:
         """Return which labels count, in the labels' shape; None if all do.
 
@@ -303,6 +323,14 @@ class SumOfLosses(nn.Module):
         """Return what is summed up; see :meth:`ChainLoss.means`."""
         parts = self._parts(p_BP, y_BY)
         return [(weight * loss(p, y), loss.count(y)) for weight, loss, p, y in parts]
+
+    def predictions(self, p_BP: Tensor) -> list[tuple[ChainLoss, Tensor]]:
+        """Return each loss with its part of the prediction."""
+        losses = cast("Iterable[ChainLoss]", self.losses)
+        return [
+            (loss, _part(p_BP, term.prediction, term.prediction_at))
+            for term, loss in zip(self._terms, losses, strict=True)
+        ]
 
     def _parts(
         self, p_BP: Tensor, y_BY: Tensor

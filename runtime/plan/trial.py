@@ -17,13 +17,15 @@ from torch import Tensor
 
 from dni_runtime.core.chain import LocalChain, inputs_of
 from dni_runtime.core.evaluation import EvaluationSums
-from dni_runtime.core.forward import as_inputs
+from dni_runtime.core.forward import ModuleForward, as_inputs
 from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.training import torch_dtype
 from dni_runtime.data import Batch, open_data
 from dni_runtime.data.splits import Halves, MemorySplit, Split
 from dni_runtime.errors import DataError, DniError, SpecError
 from dni_runtime.network.source import built_once, first_line, guilty_line
 from dni_runtime.plan.initial import Weights, read_initial
+from dni_runtime.resolve.facts import facts_of
 from dni_runtime.resolve.resolve import parameter_counts
 from dni_runtime.spec import ChainSpec, DataSpec, Preprocessing, WorkerSpec
 
@@ -37,6 +39,12 @@ LARGEST_BYTES, LARGEST_PARAMETERS = 4 << 30, 100_000_000
 """Size of a data file, and of all modules together, above which they are not tried here."""
 
 _PURPOSES = {"train": "training", "eval": "evaluation", "test": "the test at the end"}
+
+_WITHIN = 1e-4
+"""Differences that are rounding in float32, compared with the largest number of an output."""
+
+_PROBABILITIES = "all elements of input should be between 0 and 1"
+"""What torch says of outputs that BCELoss does not take."""
 
 _ALONE = {"replicas": 1, "strategy": None, "compression": None, "backend": None}
 
@@ -89,6 +97,12 @@ def try_chain(
             if chain.eval_every and not len(split):
                 warning = f"there are no samples for {_PURPOSES[part]}"
                 looked = looked._replace(warnings=(*looked.warnings, warning))
+        if replica == 0 and source.splits["train"].drawn:
+            warning = (
+                f"{chain.data.dataset!r} draws random numbers when it is made: a split that it "
+                "draws there is another one for training than for evaluation"
+            )
+            looked = looked._replace(warnings=(*looked.warnings, warning))
         for part in source.one_class():
             warning = f"all samples for {_PURPOSES[part]} are of one class"
             looked = looked._replace(warnings=(*looked.warnings, warning))
@@ -97,8 +111,10 @@ def try_chain(
     count = sum(parameter_counts(workers).values())
     if count > LARGEST_PARAMETERS:
         return looked._replace(unchecked=(f"a batch: {count:,} parameters would be trained here",))
-    if (problem := _run(workers, initial, *batches, stops=stops)) is not None:
+    warned = list[str]()
+    if (problem := _run(workers, initial, *batches, warned=warned, stops=stops)) is not None:
         return looked._replace(unchecked=(problem,))
+    looked = looked._replace(warnings=(*looked.warnings, *warned))
     return looked.and_at(
         f"training and evaluation of {rows} in all modules, with gradient interfaces, losses and "
         "metrics"
@@ -148,21 +164,29 @@ def _run(
     train: Batch | None,
     evaluated: Batch | None,
     *,
+    warned: list[str],  # gets what is likely to be wrong
     stops: bool,
 ) -> str | None:
     """Train and evaluate all modules on a batch; return why they cannot be tried here."""
     assert train is not None  # the data fill a batch
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), built_once():
         warnings.simplefilter("ignore")  # about a batch that is not the training's
-        with built_once():
-            chain = LocalChain([worker.model_copy(update=_ALONE) for worker in workers])
+        chain = LocalChain([worker.model_copy(update=_ALONE) for worker in workers])
         steps = {step.spec.module: step for step in chain.steps}
         for module, weights in read_initial(initial):
             steps[module].layers.load_state_dict(weights, strict=False)
         try:
             loss = chain.train_batch(*train)
+            if stops and not math.isfinite(loss):
+                raise SpecError(
+                    f"the loss of the first samples is {loss}, with initial weights",
+                    location=("loss",),
+                    hint="look at the size of the data's numbers, and at the loss",
+                )
             if evaluated is not None:
                 _evaluate(chain, workers, evaluated)
+            outputs = _check_kept(chain, workers, train)
+            warned += chain.steps[-1].loss.doubts(outputs)
         except DniError:
             raise
         except Exception as error:
@@ -171,6 +195,12 @@ def _run(
             if worker.device != "cpu":
                 return f"a batch: on the CPU module {worker.module!r} fails with {what}"
             arguments = " and ".join(map(str, worker.arguments))
+            if _PROBABILITIES in what:
+                raise SpecError(
+                    f"BCELoss takes outputs from 0 to 1, and module {worker.module!r} has others",
+                    location=("loss",),
+                    hint="end with 'Sigmoid', or choose BCEWithLogitsLoss",
+                ) from None
             raise SpecError(
                 f"module {worker.module!r} fails on samples of the data, {arguments}: {what}",
                 location=("modules", chain.at, "layers"),
@@ -178,13 +208,95 @@ def _run(
                 if any(tensor.dtype == "int64" for tensor in worker.inputs)
                 else None,
             ) from error
-    if stops and not math.isfinite(loss):
-        raise SpecError(
-            f"the loss of the first samples is {loss}, with initial weights",
-            location=("loss",),
-            hint="look at the size of the data's numbers, and at the loss",
-        )
     return None
+
+
+def _check_kept(chain: LocalChain, workers: Sequence[WorkerSpec], batch: Batch) -> Tensor:
+    """Refuse modules of which forward changes more than checkpoints hold; return the prediction.
+
+    What was trained computes what a module built anew computes with its state.
+    """
+    data, outputs = as_inputs(batch[0]), list[Tensor]()
+    for number, step in enumerate(chain.steps):
+        chain.at = number
+        inputs = inputs_of(workers, number, outputs, data)
+        new = _rebuilt(step, number)
+        facts = [dict(facts_of(module.layers)) for module in (step, new)]
+        computed, expected = _computed(step, inputs), _computed(new, inputs)
+        outputs.append(computed[-1])
+        within = _rounding(step)
+        if _alike(computed, expected, within) or not _alike(
+            _computed(_rebuilt(step, number), inputs), expected, within
+        ):
+            continue  # or it draws random numbers of its own
+        changed = [
+            f"{what.removeprefix('.')} of {place!r}"
+            for place, what in facts[1]
+            if facts[0].get((place, what)) != facts[1][place, what]
+        ]
+        raise SpecError(
+            f"module {step.spec.module!r} depends on what forward changes, and no checkpoint holds"
+            + (f": {', '.join(changed[:3])}" if changed else ""),
+            location=("modules", number, "layers"),
+            hint="restarted, resumed and exported it would compute something else: keep it as a "
+            "buffer, by self.register_buffer(name, tensor)",
+        )
+    return outputs[-1]
+
+
+def _rebuilt(step: ModuleForward, number: int) -> ModuleForward:
+    """Return a module as a worker builds it that takes another one's state over."""
+    state, module = step.layers.state_dict(), step.spec.module
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise SpecError(
+                f"{name!r} of module {module!r} is no tensor, and checkpoints hold only tensors",
+                location=("modules", number, "layers"),
+                hint="let 'get_extra_state' return a tensor, or register a buffer",
+            )
+    new = ModuleForward(step.spec)
+    try:
+        new.layers.load_state_dict(state)
+    except RuntimeError as error:
+        raise SpecError(
+            f"module {module!r} cannot load its own state after a batch: {error}",
+            location=("modules", number, "layers"),
+            hint="buffers keep the shape that they are built with",
+        ) from None
+    return new
+
+
+def _computed(module: ModuleForward, xs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return a module's outputs in train and in eval mode, which change nothing of its state."""
+    outputs = list[Tensor]()
+    for training in (True, False):
+        torch.manual_seed(0)
+        module.layers.train(training)
+        module.end_evaluation()
+        outputs.append(module.forward_again(xs).clone())
+    module.end_evaluation()
+    module.layers.train()
+    return outputs
+
+
+def _rounding(module: ModuleForward) -> float:
+    """Return what differences are rounding, compared with the largest number of an output."""
+    tensors = [*module.layers.parameters(), *module.layers.buffers()]
+    types = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    types.add(torch_dtype(module.spec.precision))
+    return max(_WITHIN, *(8 * torch.finfo(dtype).eps for dtype in types))
+
+
+def _alike(some: Sequence[Tensor], others: Sequence[Tensor], within: float) -> bool:
+    return all(
+        one.shape == other.shape
+        and torch.allclose(one, other, rtol=0.0, atol=within * _largest(other), equal_nan=True)
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().nan_to_num(posinf=0.0).max()) if tensor.numel() else 0.0
 
 
 def _evaluate(chain: LocalChain, workers: Sequence[WorkerSpec], batch: Batch) -> None:
@@ -192,8 +304,16 @@ def _evaluate(chain: LocalChain, workers: Sequence[WorkerSpec], batch: Batch) ->
     data, outputs = as_inputs(batch[0]), list[Tensor]()
     for number, step in enumerate(chain.steps):
         chain.at = number
-        outputs.append(step.evaluate(inputs_of(workers, number, outputs, data)))
-        prediction = step.predict(outputs[-1])
+        h_BH = step.evaluate(inputs_of(workers, number, outputs, data))
+        outputs.append(h_BH)
+        if h_BH.shape != (len(data[0]), *step.spec.output.shape):
+            raise SpecError(
+                f"module {step.spec.module!r} returns a tensor of shape {tuple(h_BH.shape)} for "
+                f"{len(data[0])} samples in eval mode; in train mode it is {step.spec.output}",
+                location=("modules", number, "layers"),
+                hint="return the same in both: the loss and the metrics are those of training",
+            )
+        prediction = step.predict(h_BH)
         if prediction is not None:
             evaluation = EvaluationSums.of(step)
             evaluation.add(prediction, batch[1])

@@ -177,12 +177,20 @@ def _infer_layer(
             if name in CELLS
             else "wrap it in a module of your own that returns one tensor, or several",
         )
+    if output is not outputs[0] and len(outputs) == 1:
+        raise SpecError(
+            f"{name} returns a {type(output).__name__} of one tensor",
+            location=at,
+            hint="return the tensor itself",
+        )
     for tensor in outputs:
         if tensor.dim() < 1 or tensor.shape[0] != BATCH:
             raise SpecError(
                 f"{name} does not keep the batch as first dimension: {BATCH} samples of "
                 f"{' and '.join(map(str, inputs))} became a tensor of shape {tuple(tensor.shape)}",
                 location=at,
+                hint="return it with the batch first, as 'x.transpose(0, 1)' does where time is "
+                "first; the next module turns it back",
             )
     samples = tuple(
         TensorSpec(shape=tuple(tensor.shape[1:]), dtype=str(tensor.dtype).split(".")[-1])

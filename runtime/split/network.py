@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dni_runtime.core.optimization import freeze
-from dni_runtime.errors import DataError, SpecError, UsageError
+from dni_runtime.errors import DataError, DniError, SpecError, UsageError
 from dni_runtime.network.source import (
     WRAPPED,
     NetworkSpec,
@@ -198,6 +198,8 @@ def _try(spec: NetworkSpec, network: nn.Module, batch: Sequence[Tensor]) -> None
         y = NetworkWrapper(network, spec)(*(x.clone() for x in batch))
         if y.requires_grad:
             y.sum().backward()
+    except DniError:
+        raise
     except Exception as error:
         at, line = guilty_line(error)
         advice = "" if spec.takes else "name its arguments: 'takes' (--takes)"

@@ -93,6 +93,8 @@ MASKS = RNG.integers(0, 3, (24, 4, 4))
         ({"y": X[:, 0], **ONE, "loss": f"{{import: '{__name__}:Paired'}}"}, SpecError, "one shape"),
         ({"x": X[:0], "y": Y[:0]}, DataError, "0 training samples do not fill one batch"),
         ({"loss": f"{{import: '{__name__}:Root'}}"}, SpecError, "the loss of the first samples is"),
+        ({"y": at(Y % 2, 0, 0), "loss": "BCELoss", "x": 99 * X, **ONE}, SpecError,
+         "BCELoss takes outputs from 0 to 1.*'Sigmoid'"),
     ],
 )  # fmt: skip
 def test_refused(
@@ -217,6 +219,98 @@ def test_a_class_of_the_users_own(tmp_path: Path, change: str, message: str) -> 
     (tmp_path / "chain.yaml").write_text(text)
     with pytest.raises(DataError, match=message):
         prepare(tmp_path / "chain.yaml")
+
+
+FORGETS = """\
+import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(6, 5)
+        {first}
+
+    def forward(self, x):
+        h = self.line(x)
+        {then}
+"""
+BUFFER = "self.register_buffer('seen', torch.zeros(5){})"
+MOVES = """\
+if self.training: self.seen = 0.5 * self.seen + h.detach().mean(0)
+        return h + self.seen"""
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        (BUFFER.format(""), MOVES, None),
+        (BUFFER.format(", persistent=False"), MOVES, r"no checkpoint holds: .* of '0\.seen'"),
+        ("self.seen = torch.zeros(5)", MOVES, "no checkpoint holds: seen of '0'"),
+        ("self.calls = 0", "self.calls += 1\n        return h / self.calls", "calls of '0'"),
+        ("self.map = None", "self.map = h\n        return h", None),
+        (
+            "self.mask = None",
+            "if self.mask is None: self.mask = torch.ones(5)\n        return h * self.mask",
+            None,
+        ),
+        (
+            "self.register_buffer('rows', torch.zeros(0, 5))",
+            "self.rows = torch.cat([self.rows, h.detach()])\n        return h",
+            "cannot load its own state",
+        ),
+        (
+            "self.get_extra_state = lambda: {'calls': 1}\n"
+            "    def get_extra_state(self): return {'calls': 1}\n"
+            "    def set_extra_state(self, state): pass",
+            "return h",
+            "is no tensor",
+        ),
+        (
+            "",
+            "return h if self.training else h.argmax(1)",
+            "returns a tensor of shape .4,. for 4 samples in eval mode",
+        ),
+        ("", "return [h]", "returns a list of one tensor"),
+        ("", "return h.t()", r"(?s)as first dimension.*transpose\(0, 1\)"),
+    ],
+)
+def test_layers_compute_what_checkpoints_hold(
+    tmp_path: Path,
+    check: Callable[..., CheckedChain],
+    first: str,
+    then: str,
+    message: str | None,
+) -> None:
+    module = f"layers{abs(hash((first, then)))}"
+    (tmp_path / f"{module}.py").write_text(FORGETS.format(first=first, then=then))
+    given = {"first": f"{{import: '{module}:Layer'}}", "interface": "none"}
+    if message is None:
+        assert check(**given).looked is not None
+        return
+    with pytest.raises(SpecError, match=message):
+        check(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "warning"),
+    [
+        ({"loss": "NLLLoss"}, "NLLLoss takes logarithms of probabilities: end with 'LogSoftmax'"),
+        ({"loss": "NLLLoss", "last": SETTINGS["last"] + ", {LogSoftmax: {dim: 1}}"}, None),
+        ({"last": SETTINGS["last"] + ", {LogSoftmax: {dim: 1}}"}, None),
+        (
+            {"last": SETTINGS["last"] + ", {Softmax: {dim: 1}}"},
+            "CrossEntropyLoss computes the softmax itself: leave out the last 'Softmax'",
+        ),
+    ],
+)
+def test_outputs_that_are_no_probabilities_are_warned_about(
+    check: Callable[..., CheckedChain], given: dict[str, Any], warning: str | None
+) -> None:
+    looked = check(**given).looked
+    assert looked is not None
+    assert looked.warnings == (() if warning is None else (warning,))
 
 
 def test_what_is_too_large_is_said(
