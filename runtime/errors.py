@@ -157,13 +157,15 @@ class WireError(DniError):
 
     Attributes:
         reason: A short word for counters, such as ``truncated``, ``version`` or ``shape``.
+        version: The protocol version of the message, if it is another one.
     """
 
     exit_code = 76
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, *, version: int | None = None) -> None:
         super().__init__(message)
         self.reason = reason
+        self.version = version
 
 
 class RequestError(DniError):

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from dni_runtime.errors import HandshakeError, WireError
-from dni_runtime.wire import ID_LIMIT, PROTOCOL_VERSION, Body, Message
+from dni_runtime.wire import ID_LIMIT, Body, Message
 
 TEXT_CHARS = 512
 
+VERSION = "protocol version"
 INVITATION = "hello"
 REPLACED = "session"
 CUT = "cut"
@@ -76,24 +77,21 @@ class Refusal:
                 f"module {neighbour!r} has accepted another process as module {me!r}",
                 hint=f"two processes serve module {me!r} in this run: stop one of them",
             )
-        return mismatch(me, neighbour, self.field, mine=self.yours, yours=self.mine)
+        return HandshakeError(
+            f"modules {me!r} and {neighbour!r} do not fit together: {self.field} is "
+            f"{self.yours!r} for {me!r} but {self.mine!r} for {neighbour!r}",
+            hint=_HINTS.get(
+                self.field,
+                "their images come from different specs: build both from the same chain.yaml",
+            ),
+        )
 
 
-def mismatch(me: str, neighbour: str, field: str, *, mine: str, yours: str) -> HandshakeError:
-    """Return the error of two modules that do not fit together."""
-    if field == "run":
-        hint = "another run's worker listens there: stop it, or remove its stale endpoint"
-    elif field == CUT:
-        hint = "start both from the same cut: use 'dnictl resume', or '--resume CUT' by hand"
-    elif field == "protocol version":
-        hint = "the images hold different versions of dni-runtime: build both with one version"
-    else:
-        hint = "their images come from different specs: build both from the same chain.yaml"
-    return HandshakeError(
-        f"modules {me!r} and {neighbour!r} do not fit together: {field} is {mine!r} for {me!r} "
-        f"but {yours!r} for {neighbour!r}",
-        hint=hint,
-    )
+_HINTS = {
+    "run": "another run's worker listens there: stop it, or remove its stale endpoint",
+    CUT: "start both from the same cut: use 'dnictl resume', or '--resume CUT' by hand",
+    VERSION: "the images hold different versions of dni-runtime: build both with one version",
+}
 
 
 def compare(
@@ -107,11 +105,6 @@ def compare(
         if yours != mine:
             return Refusal(field, mine, yours)
     return None
-
-
-def other_version(version: int) -> Refusal:
-    """Return the refusal of a peer that uses another protocol version."""
-    return Refusal("protocol version", str(PROTOCOL_VERSION), str(version))
 
 
 def number_of(message: Message) -> int:

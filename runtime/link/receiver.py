@@ -18,13 +18,14 @@ from dni_runtime.link.handshake import (
     CUT,
     INVITATION,
     REPLACED,
+    VERSION,
     Hello,
     Refusal,
     compare,
-    other_version,
 )
 from dni_runtime.link.window import JUMP_LIMIT, ReceiveOrder
 from dni_runtime.wire import (
+    PROTOCOL_VERSION,
     Body,
     Buffer,
     Kind,
@@ -33,7 +34,6 @@ from dni_runtime.wire import (
     Mode,
     decode,
     encode,
-    header_version,
     samples_of,
 )
 
@@ -145,9 +145,9 @@ class Receiver:
         try:
             message = decode(frames, self._of_strangers)
         except WireError as error:
-            if error.reason == "version" and len(frames) == 1:
-                version = header_version(frames[0])
-                self._refuse(identity, other_version(-1 if version is None else version))
+            if error.version is not None and len(frames) == 1:
+                versions = str(PROTOCOL_VERSION), str(error.version)
+                self._refuse(identity, Refusal(VERSION, *versions))
             raise
         if message.kind is not Kind.HELLO:
             ours = message.kind in (Kind.BATCH, Kind.MARK) and message.run == self.run

@@ -32,9 +32,9 @@ from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters
 from dni_runtime.link.handshake import (
     INVITATION,
+    VERSION,
     Hello,
     Refusal,
-    mismatch,
     number_of,
     received_of,
 )
@@ -48,7 +48,6 @@ from dni_runtime.wire import (
     Message,
     decode,
     encode,
-    header_version,
 )
 
 SIZES_KEPT = 1 << 14
@@ -186,16 +185,10 @@ class Sender:
         try:
             message = decode(frames, self._limits)
         except WireError as error:
-            if error.reason == "version" and not self.connected:
-                yours = header_version(frames[0])
-                raise mismatch(
-                    self.contract.source,
-                    self.contract.target,
-                    "protocol version",
-                    mine=str(PROTOCOL_VERSION),
-                    yours=str(yours),
-                ) from None
-            raise
+            if error.version is None or self.connected:
+                raise
+            versions = Refusal(VERSION, mine=str(error.version), yours=str(PROTOCOL_VERSION))
+            raise versions.error(self.contract.source, self.contract.target) from None
         if message.kind is Kind.REFUSE:
             self._refused(message)
             return None

@@ -4,7 +4,7 @@ Pure: bytes in, values out. Imports neither torch nor zmq, and never unpickles a
 """
 
 from dni_runtime.wire.batches import Part, Rows, body_of, samples_of
-from dni_runtime.wire.codec import ID_LIMIT, INPUTS_LIMIT, decode, encode, header_version
+from dni_runtime.wire.codec import ID_LIMIT, INPUTS_LIMIT, decode, encode
 from dni_runtime.wire.contract import (
     HEADER_BYTES,
     ITEM_BYTES,
@@ -46,7 +46,6 @@ __all__ = [
     "body_of",
     "decode",
     "encode",
-    "header_version",
     "nbytes",
     "samples_of",
     "scale_name",

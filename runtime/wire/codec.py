@@ -138,19 +138,6 @@ def decode(frames: Sequence[Buffer], limits: Limits) -> Message:
     return Message(kind, run, source, id, epoch, mode, mark, ack, tensors, buffers, body)
 
 
-def header_version(header: Buffer) -> int | None:
-    """Return the protocol version in a header, or None if it cannot be read."""
-    if nbytes(header) > HEADER_BYTES:
-        return None
-    try:
-        fields = msgpack.unpackb(header, **_STRICT)
-    except (ValueError, msgpack.UnpackException):
-        return None
-    if type(fields) is list and fields and type(fields[0]) is int:
-        return int(fields[0])
-    return None
-
-
 def _unpack(header: Buffer, limits: Limits) -> list[Any]:
     if nbytes(header) > limits.header_bytes:
         raise WireError(
@@ -164,9 +151,8 @@ def _unpack(header: Buffer, limits: Limits) -> list[Any]:
     if type(fields) is not list or not fields or type(fields[0]) is not int:
         raise WireError("header", f"the header is {brief(fields)}")
     if fields[0] != PROTOCOL_VERSION:
-        raise WireError(
-            "version", f"protocol version {fields[0]}; this side uses {PROTOCOL_VERSION}"
-        )
+        what = f"protocol version {fields[0]}; this side uses {PROTOCOL_VERSION}"
+        raise WireError("version", what, version=fields[0])
     if len(fields) != FIELDS:
         raise WireError("header", f"the header has {len(fields)} fields, not {FIELDS}")
     return fields
