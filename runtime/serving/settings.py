@@ -30,7 +30,7 @@ class Settings(Frozen):
     max_waiting: int = Field(default=4096, ge=1)  # rows
     rate: float | None = Field(default=None, gt=0)  # requests a second of each client, by address
     max_body_bytes: int = Field(default=64 << 20, ge=1)
-    probe_s: float = Field(default=5.0, gt=0)  # a batch went through all modules: ready so long
+    probe_s: float = Field(default=10.0, gt=0)  # a batch went through all modules: ready so long
 
     def token(self) -> bytes | None:
         """Return the token, if one is required.
