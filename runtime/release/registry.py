@@ -191,6 +191,8 @@ class Repository:
                     method, url, data=data, headers=headers, stream=stream,
                     auth=self._authorize, timeout=_TIMEOUT_S,
                 )  # fmt: skip
+                if answer.status_code >= 400:
+                    _ = answer.content  # which gives the connection back
                 if answer.status_code != 401 or not self._log_in(answer):
                     break
         if missing and answer.status_code == 404:

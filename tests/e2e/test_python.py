@@ -121,7 +121,8 @@ def test_modules_begin_with_their_weights(site: Site, monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match="'inputs' names 'top', which is not one of the modules"):
         Chain.from_modules({"tail": tail}, data={"dataset": "digits"}, inputs={"top": ["tail"]})
     site.write(1)
-    with pytest.raises(UsageError, match="was not written by"):
+    message = r"'chain\.yaml' exists, and dni_runtime\.Chain\.from_modules did not write it"
+    with pytest.raises(UsageError, match=message):
         Chain.from_modules({"tail": tail}, data={"dataset": "digits"})
 
 
