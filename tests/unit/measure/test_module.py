@@ -27,7 +27,7 @@ def prepared(tmp_path: Path, first: str) -> CheckedChain:
 
 
 def costs(tmp_path: Path, first: str) -> list[ModuleCost]:
-    return measure_modules(prepared(tmp_path, first), repetitions=2, seconds=0.02)
+    return measure_modules(prepared(tmp_path, first), repetitions=7, seconds=0.02)
 
 
 def test_spread() -> None:
