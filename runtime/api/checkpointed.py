@@ -1,4 +1,7 @@
-"""A run's checkpoints as one network: export, the model itself, and its evaluation."""
+"""A run's checkpoints as one network: export, the model itself, and its evaluation.
+
+It is one file because all begin with the same choice: of a checkpoint, and of data.
+"""
 
 from __future__ import annotations
 

@@ -25,6 +25,8 @@ def test_an_import_error_shows_its_causes(tmp_path: Path, monkeypatch: pytest.Mo
     wanted = "lazy needs another package, caused by .*No module named 'missing_package'"
     with pytest.raises(SpecError, match=wanted):
         find_attribute("lazy_one:build", "network", ())
+    with pytest.raises(SpecError, match=wanted):
+        import_target("lazy_one:Data", tmp_path, what="data set", location=())
 
 
 def test_a_torchvision_of_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +36,8 @@ def test_a_torchvision_of_another_build(tmp_path: Path, monkeypatch: pytest.Monk
     )
     with pytest.raises(SpecError, match="install both from the same index"):
         find_attribute("broken_vision:resnet18", "network", ())
+    with pytest.raises(SpecError, match="install both from the same index"):
+        import_target("broken_vision:ImageFolder", tmp_path, what="data set", location=())
 
 
 @pytest.mark.parametrize(
