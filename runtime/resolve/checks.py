@@ -353,6 +353,25 @@ def setting_location(chain: ChainSpec, index: int, field: str) -> Location:
     return ("modules", index, field) if explicit else ("defaults", field)
 
 
+def check_accumulation(chain: ChainSpec, total: int | None) -> None:
+    """Refuse a module that would be given fewer batches than one update needs: it would not learn.
+
+    ``total`` is the number of batches in the whole run, if known.
+    """
+    if total is None:
+        return
+    for index, module in enumerate(chain.modules):
+        replicas = module.replicas if isinstance(module.replicas, int) else 1
+        update, share = chain.setting(index, "accumulate") or 1, -(-total // replicas)
+        if update > share:
+            raise SpecError(
+                f"no update would be made: one takes {update} batches, and the whole run gives "
+                f"{module.name!r} {share}",
+                location=setting_location(chain, index, "accumulate"),
+                hint="a smaller number, or more 'epochs' or 'steps'",
+            )
+
+
 def check_single_samples(workers: Sequence[WorkerSpec]) -> None:
     """Refuse layers that cannot take a batch of one sample, as BatchNorm may not."""
     for worker in workers:

@@ -23,6 +23,7 @@ from dni_runtime.core.optimization import freeze, trained_parameters
 from dni_runtime.errors import SpecError
 from dni_runtime.packing import row_of
 from dni_runtime.resolve.checks import (
+    check_accumulation,
     check_labels,
     check_links,
     check_loss,
@@ -142,6 +143,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     graph = full.graph
     samples = info.train_samples
     per_epoch = None if samples is None else full.data.train_batches(samples)
+    check_accumulation(chain, chain.total_batches(per_epoch))
     taken = [data_of(full, index, info) for index in range(len(full.modules))]
     edges: dict[tuple[int, int], EdgeSpec] = {}
     for (source, target), number in graph.numbers.items():

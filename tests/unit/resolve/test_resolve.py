@@ -50,6 +50,15 @@ def test_contracts_of_neighbours_agree() -> None:
     assert parameter_counts((a, b, c)) == {"a": 60, "b": 4112, "c": 170}
 
 
+def test_an_update_of_more_batches_than_the_run_has_is_refused() -> None:
+    info = INFO.model_copy(update={"train_samples": 320})  # ten batches
+    data = "data: {dataset: digits, batch_size: 32}"
+    text = CHAIN.replace("name: net", f"name: net\nepochs: 2\n{data}")
+    assert specs_of(text + "    accumulate: 20\n", info)
+    message = "one takes 21 batches, and the whole run gives 'c' 20"
+    refused(text + "    accumulate: 21\n", info, message, ("modules", 2, "accumulate"))
+
+
 def test_no_gradients_go_where_nothing_is_trained() -> None:
     """A frozen head wants none; a frozen module after one that is trained passes them on."""
     text = CHAIN.replace("interface: mixed", "freeze: true").replace(
