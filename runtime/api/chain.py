@@ -81,7 +81,12 @@ class Chain:
                 module.
         """
         from dni_runtime.resolve.describe import describe_modules, describe_settings, with_frozen
-        from dni_runtime.split.chainfile import check_place, weights_beside, write_weights
+        from dni_runtime.split.chainfile import (
+            check_place,
+            replacing,
+            weights_beside,
+            write_weights,
+        )
         from dni_runtime.split.network import named_after
 
         path = Path(path)
@@ -117,9 +122,10 @@ class Chain:
             for name, entry in described.items()
             for key, value in entry.state.items()
         }
-        write_weights(path, tensors)
-        write_atomic(path, _WRITTEN + yaml.safe_dump(document, sort_keys=False), mode=0o644)
-        return cls(path)
+        with replacing(path):
+            write_weights(path, tensors)
+            write_atomic(path, _WRITTEN + yaml.safe_dump(document, sort_keys=False), mode=0o644)
+            return cls(path)
 
     @classmethod
     def split(

@@ -19,7 +19,7 @@ from dni_runtime.resolve.describe import with_frozen
 from dni_runtime.spec import Choice, DataSpec
 from dni_runtime.spec.load import explain_details, parse_choice, parse_yaml
 from dni_runtime.split.balance import Balance
-from dni_runtime.split.chainfile import HEADER, OF_A_PART, check_place, write_chain
+from dni_runtime.split.chainfile import HEADER, OF_A_PART, check_place, replacing, write_chain
 from dni_runtime.split.network import chain_name, freeze_named, load_weights, network_of, take_apart
 from dni_runtime.split.part import Parts
 from dni_runtime.split.plan import SplitRequest
@@ -96,8 +96,9 @@ def split_chain(
             settings = {**settings, "defaults": {**defaults, "freeze": frozen}}
         parts = take_apart(spec, network, info, request, first_batch(data, base))
         name = settings.get("name") or chain_name(target, network)
-        file = write_chain(path, name, spec, network, parts, settings, own)
-        return SplitChain(prepare(path), Parts(parts), file)
+        with replacing(path):
+            file = write_chain(path, name, spec, network, parts, settings, own)
+            return SplitChain(prepare(path), Parts(parts), file)
 
 
 def first_batch(data: DataSpec, base: Path) -> tuple[Tensor, ...]:

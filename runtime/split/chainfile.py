@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from dni_runtime.core.export import CHAIN, chain_of, separate
-from dni_runtime.errors import UsageError
+from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.files import write_atomic
 from dni_runtime.network.source import NetworkSpec
 from dni_runtime.spec.load import imported_names
@@ -57,6 +58,30 @@ def check_place(path: Path, header: str, *, force: bool = False) -> None:
             f"{str(weights)!r} exists, and is not the weights of {str(path)!r}",
             hint=f"{other}: its weights are written beside it",
         )
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[None]:
+    """Write a chain file and its weights, and check them, in this context.
+
+    If that fails the files that were there before come back, or none stay.
+    """
+    files = {file: file.with_name(f".{file.name}.before") for file in (path, weights_beside(path))}
+    for file, before in files.items():
+        if file.exists():
+            file.replace(before)
+    try:
+        yield
+    except BaseException as error:
+        for file, before in files.items():
+            file.unlink(missing_ok=True)
+            if before.exists():
+                before.replace(file)
+        if isinstance(error, SpecError) and error.file == str(path):
+            error.file = error.line = None  # of what has been removed
+        raise
+    for before in files.values():
+        before.unlink(missing_ok=True)
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:

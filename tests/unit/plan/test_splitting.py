@@ -64,6 +64,44 @@ def whole(taken: SplitChain) -> nn.Module:
     return Network()
 
 
+FROZEN = """\
+import torch
+from torch import nn
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(64, 8), nn.ReLU()), nn.Linear(8, 10)
+
+    def forward(self, x):
+        with torch.no_grad():
+            h = self.body(x)
+        return self.head(h)
+"""
+
+
+def test_a_chain_that_is_not_valid_replaces_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("frozen.py").write_text(FROZEN)
+    settings = {"data": {"dataset": "digits", "batch_size": 64, "flatten": True}}
+    kept, more = list[dict[str, bytes]](), {"at": ["body.0"], "interface": "exact"}
+    for freeze in ([], ["body"], []):
+        if freeze:
+            split_chain("frozen:Frozen", Path("chain.yaml"), settings, freeze=freeze, **more)
+        else:
+            with pytest.raises(SpecError, match="'part-2' has no gradient") as caught:
+                split_chain("frozen:Frozen", Path("chain.yaml"), settings, **more)
+            assert caught.value.where == "modules[1].layers"
+        files = filter(Path.is_file, Path().iterdir())
+        kept.append({file.name: file.read_bytes() for file in files})
+    assert kept[0].keys() == {"frozen.py"}
+    assert kept[1].keys() == {"frozen.py", "chain.yaml", "chain.safetensors"}
+    assert kept[2] == kept[1]
+    sys.modules.pop("frozen")
+
+
 def test_a_chain_is_the_network(folder: Path) -> None:
     taken = split(at=["begin", "first"])
     assert [part.until for part in taken.parts] == ["begin", "first", None]
