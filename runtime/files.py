@@ -32,9 +32,9 @@ _PIECE_BYTES = 64 << 20  # of a large file: how much is on disk shows progress
 _DOCUMENT_BYTES = 64 << 20  # of a JSON document; code in a container may write a longer one
 
 
-def is_full(error: OSError) -> bool:
+def is_full(error: BaseException) -> bool:
     """Whether an error says that a disk, or a user's share of it, is full."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def need_room(folder: Path, needed_bytes: int) -> None:

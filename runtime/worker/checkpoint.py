@@ -29,7 +29,7 @@ from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.training import has_auto, sparse_parameters
 from dni_runtime.errors import CheckpointError, DamagedError, DataError
-from dni_runtime.files import opened, pinned, write_atomic
+from dni_runtime.files import is_full, opened, pinned, write_atomic
 from dni_runtime.run.cuts import (
     FORMAT,
     best_cut,
@@ -360,9 +360,7 @@ class CheckpointWriter:
                 what = "checkpoint" if is_cut else "snapshot"
                 failure = CheckpointError(
                     f"the {what} at {cut} could not be written: {error or repr(error)}",
-                    hint="; ".join(
-                        [self._newest(), *["make room on the disk"] * isinstance(error, OSError)]
-                    ),
+                    hint=self._newest() + ("; make room on the disk" if is_full(error) else ""),
                 )
                 if is_cut:
                     self.failure = failure

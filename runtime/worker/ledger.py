@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dni_runtime.errors import DiskError
-from dni_runtime.files import open_file, opened, peek_json, write_json
+from dni_runtime.files import is_full, open_file, opened, peek_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +87,8 @@ class Ledger:
         self._complaint: OSError | None = None
         self.write()
         if self._complaint is not None:  # a later attempt must know that this one started
-            raise DiskError(
-                f"{str(path)!r} cannot be written: {self._complaint}", hint="make room on the disk"
-            )
+            hint = "make room on the disk" if is_full(self._complaint) else None
+            raise DiskError(f"{str(path)!r} cannot be written: {self._complaint}", hint=hint)
 
     @classmethod
     def reopen(cls, path: Path, progress: ModuleProgress, attempt: int = 1) -> Self:

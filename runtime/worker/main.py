@@ -69,7 +69,7 @@ def serve(options: WorkerStart, stop: StopRequest, began: float) -> None:
             role = Worker if spec.trained is None else Predictor
             outcome = role(Attempt(options, spec, run, metrics, stop, keys)).live()
     except BaseException as error:
-        if isinstance(error, OSError) and is_full(error):
+        if is_full(error):
             full = DiskError(f"the disk is full: {error}", hint="make room")
             metrics.set_state("failed", full)
             raise full from error

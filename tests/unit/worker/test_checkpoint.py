@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -178,15 +179,24 @@ def test_a_module_forgets_only_its_own_part(state: State, run: RunDir) -> None:
     assert list(run.checkpoints.iterdir()) == [about_to_be_written]
 
 
-def test_a_failed_write_is_reported_and_leaves_the_last(state: State, run: RunDir) -> None:
+def test_a_failed_write_is_reported_and_leaves_the_last(
+    state: State, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     errors: list[CheckpointError] = []
     with writing(run, on_error=errors.append) as writer:
         writer.write(1, *state)
         (run.checkpoints / f"{2:012d}").write_text("in the way")
         writer.write(2, *state)
-    (error,) = errors
-    assert "at 2" in str(error)
-    assert error.hint == "the checkpoint at 1 is kept; make room on the disk"
+        writer.flush()
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr("dni_runtime.worker.checkpoint.write_part", full)
+        writer.write(3, *state)
+    assert ["at 2" in str(errors[0]), "at 3" in str(errors[1])] == [True, True]
+    kept = "the checkpoint at 1 is kept"
+    assert [error.hint for error in errors] == [kept, f"{kept}; make room on the disk"]
     assert complete_cuts(run, ["a"]) == [1]
 
 
