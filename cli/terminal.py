@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -52,5 +53,16 @@ def answer(document: Any, line: str) -> None:
 
 
 def json_text(document: Any, indent: int | None = None) -> str:
-    """Return JSON text; what could command a terminal is escaped, as JSON escapes it."""
-    return printable(json.dumps(document, indent=indent, ensure_ascii=False))
+    """Return JSON text; what could command a terminal is escaped, as JSON escapes it.
+
+    Numbers that are not finite are null: JSON has none of them.
+    """
+    return printable(json.dumps(_finite(document), indent=indent, ensure_ascii=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -27,7 +27,11 @@ class Result:
 
     @property
     def json(self) -> Any:
-        return json.loads(self.out)
+        return json.loads(self.out, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 Dnictl = Callable[..., Result]

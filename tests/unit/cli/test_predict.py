@@ -159,6 +159,18 @@ def test_an_exported_file(dnictl: Dnictl, run: Checkpointed, folder: Path) -> No
     assert "does not take these samples, float32[1, 8, 8]: mat1 and mat2" in result.err
 
 
+def test_figures_that_are_not_numbers_are_null(
+    dnictl: Dnictl, run: Checkpointed, folder: Path
+) -> None:
+    """JSON has no NaN: the mean over no label."""
+    x, y = np.zeros((3, 1, 8, 8), np.float32), np.full(3, -100)
+    np.savez("ignored.npz", x_train=x, y_train=np.arange(3), x_eval=x, y_eval=y)
+    data = "{dataset: npz, path: ignored.npz}"
+    said = dnictl("predict", "one", "--data", data, "--json").json
+    assert said["evaluation"] == {"loss": None, "accuracy": None}
+    assert "loss nan, accuracy nan" in dnictl("predict", "one", "--data", data).out
+
+
 def test_numbers_are_no_classes() -> None:
     p, y = torch.randn(6, 2), torch.randn(6, 2)
     found = Predictions.of(lambda x: p, [(p, y)], Choice(name="MSELoss"))
