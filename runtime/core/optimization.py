@@ -244,8 +244,7 @@ class Optimization:
             warnings.filterwarnings("ignore", "Detected call of", UserWarning)
             for schedule in self.schedules:
                 for _ in range(count):
-                    if schedule.last_epoch + 1 != getattr(schedule, "total_steps", None):
-                        schedule.step()  # OneCycleLR raises an error after its end
+                    schedule.step()
 
 
 def freeze(layers: nn.Module, patterns: Sequence[str]) -> None:

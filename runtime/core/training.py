@@ -175,6 +175,8 @@ def build_schedule(
     In a schedule that begins at a milestone ``auto`` is what is left from there on.
     """
     cls = find_class(choice.name, "schedule", SCHEDULES, lr_scheduler.LRScheduler, location)
+    if issubclass(cls, lr_scheduler.OneCycleLR):
+        cls = type(cls.__name__, (_KeepsItsLastRate, cls), {})
     at = (*location, choice.name)
     args = dict(choice.args)
     for key in [key for key, value in args.items() if value == AUTO]:
@@ -206,6 +208,15 @@ def build_schedule(
         positional = [optimizer, inner] if _OF_SCHEDULES[choice.name] else [inner]
     made = call(cls, args, name=choice.name, location=at, positional=positional)
     return cast("lr_scheduler.LRScheduler", made)
+
+
+class _KeepsItsLastRate(lr_scheduler.OneCycleLR):
+    """After its end, where torch's raises an error; within other schedules, too."""
+
+    def get_lr(self) -> list[Any]:
+        if self.last_epoch < self.total_steps:
+            return super().get_lr()
+        return [group["lr"] for group in self.optimizer.param_groups]
 
 
 def has_auto(value: Any) -> bool:

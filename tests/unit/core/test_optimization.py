@@ -182,6 +182,38 @@ def test_a_schedule_that_has_ended_keeps_its_last_rate() -> None:
     assert rates[2:] == [min(rates)] * 4
 
 
+ONE_CYCLE = "{OneCycleLR: {max_lr: 0.2, total_steps: 4, pct_start: 0.5, cycle_momentum: false}}"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (  # torch's OneCycleLR sets the rate that others begin with, 0.2 / 25, when it is made
+            "SequentialLR: {milestones: [2], schedules: [{ConstantLR: {factor: 0.5}}, %s]}",
+            [0.004, 0.008, 0.2, 0.1, 8e-7, 8e-7, 8e-7],
+        ),
+        (
+            "ChainedScheduler: {schedules: [{ConstantLR: {factor: 0.5, total_iters: 2}}, "
+            "{ExponentialLR: {gamma: 0.1}}]}",
+            [5e-3, 1e-3, 1e-4, 1e-5],
+        ),
+        (  # what has ended leaves the rate to the other one
+            "ChainedScheduler: {schedules: [%s, {ExponentialLR: {gamma: 0.5}}]}",
+            [0.1, 0.05, 4e-7, 2e-7, 1e-7],
+        ),
+    ],
+)
+def test_schedules_of_schedules_go_on_after_an_end(schedule: str, expected: list[float]) -> None:
+    schedule = schedule.replace("%s", ONE_CYCLE)
+    step = tail(f"schedule_every: batch, schedule: {{{schedule}}}", "{SGD: {lr: 0.1}}")
+    rates = []
+    for id in range(1, len(expected) + 1):
+        step.forward(id, torch.randn(16, 8))
+        step.update(torch.randint(0, 3, (16,)))
+        rates.append(step.optimization.optimizers["module"].param_groups[0]["lr"])
+    assert rates == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_batch_that_is_replayed_is_none_for_the_schedule(small: Any) -> None:
     text = CHAIN % (
         "local, schedule_every: batch, schedule: {OneCycleLR: {max_lr: 0.1, total_steps: 3}}",
