@@ -421,7 +421,7 @@ def build_loss(choice: Choice, location: Location = ()) -> nn.Module:
     cls = find_class(choice.name, "loss", LOSSES, nn.Module, location)
     at = (*location, choice.name)
     try:
-        args = _with_tensors(choice.args)
+        args = _with_tensors(choice.args, own=cls.__module__.partition(".")[0] != "torch")
     except (TypeError, ValueError) as error:
         raise SpecError(f"{choice.name} refuses {choice.args}: {error}", location=at) from None
     divergence = cls is nn.KLDivLoss
@@ -436,9 +436,12 @@ def build_loss(choice: Choice, location: Location = ()) -> nn.Module:
     return cast("nn.Module", call(cls, args, name=choice.name, location=at))
 
 
-def _with_tensors(args: dict[str, Any]) -> dict[str, Any]:
-    """Turn lists of numbers into tensors (``weight`` and ``pos_weight`` of torch's losses)."""
+def _with_tensors(args: dict[str, Any], *, own: bool) -> dict[str, Any]:
+    """Turn lists of numbers into tensors, and one number as a weight of torch's losses."""
+    weights = () if own else ("weight", "pos_weight")
     return {
-        key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
+        key: torch.tensor(value, dtype=torch.float32)
+        if isinstance(value, list) or (key in weights and isinstance(value, int | float))
+        else value
         for key, value in args.items()
     }

@@ -440,12 +440,13 @@ def test_labels_that_are_no_numbers_are_found(bad: float) -> None:
 @pytest.mark.parametrize(
     ("name", "args"),
     [("CrossEntropyLoss", {"weight": [1.0, 0.5, 3.0]}), ("NLLLoss", {"weight": [1.0, 0.5, 3.0]}),
-     ("BCEWithLogitsLoss", {"pos_weight": [1.0, 0.5, 3.0]})],
+     ("BCEWithLogitsLoss", {"pos_weight": [1.0, 0.5, 3.0]}),
+     ("BCEWithLogitsLoss", {"pos_weight": 3.0, "weight": 2})],
 )  # fmt: skip
 def test_weights_have_the_predictions_type(
-    name: str, args: dict[str, list[float]], dtype: torch.dtype
+    name: str, args: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """As torch asks for; in a chain file they are lists."""
+    """As torch asks for; in a chain file they are lists or one number."""
     numbers = name == "BCEWithLogitsLoss"
     loss = make(name, (3,), (3,) if numbers else (), **args)
     p = torch.randn(4, 3, dtype=dtype)
