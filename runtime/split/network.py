@@ -193,7 +193,7 @@ def freeze_named(spec: NetworkSpec, network: nn.Module, names: Sequence[str]) ->
 
 def _try(spec: NetworkSpec, network: nn.Module, batch: Sequence[Tensor]) -> None:
     """Refuse a network that fails on a batch, forward or backward, or returns NaN."""
-    frozen = _frozen(network)
+    frozen, y = _frozen(network), None
     try:
         y = NetworkWrapper(network, spec)(*(x.clone() for x in batch))
         if y.requires_grad:
@@ -203,7 +203,9 @@ def _try(spec: NetworkSpec, network: nn.Module, batch: Sequence[Tensor]) -> None
     except Exception as error:
         at, line = guilty_line(error)
         advice = "" if spec.takes else "name its arguments: 'takes' (--takes)"
-        if len(spec.example) == 1 and isinstance(error, RuntimeError):
+        if y is not None:
+            advice = "'backward' fails so in plain PyTorch, too"
+        elif len(spec.example) == 1 and isinstance(error, RuntimeError):
             advice = (
                 "compare its sizes with the samples: 'flatten: true' in 'data' makes each a row"
             )

@@ -273,6 +273,20 @@ class NotBack(Net):
         return Raises.apply(h)
 
 
+class Queue(Net):
+    """Changes in place what the gradient needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.ones(8))
+
+    def middle(self, h):
+        h = h * self.queue
+        with torch.no_grad():
+            self.queue[:1] = 2
+        return h
+
+
 class NaN(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -382,6 +396,7 @@ def test_what_a_module_does_not_use_stays_with_it() -> None:
         ("Nothing", "returns NaN for a batch"),
         ("Flips", "'forward' of .* sets 'requires_grad' of 'norm.weight'"),
         ("NotBack", r"fails on a batch of .* \(.*violates.py:\d+\): NotImplementedError: not yet"),
+        ("Queue", r"fails on a batch of .* inplace operation.*\n.*plain PyTorch, too"),
         ("NaNBack", "has a gradient of NaN at 'first.weight' for a batch"),
         ("Mapped", "uses torch.func"),
         ("More", "'_extra_state', which is no parameter and no buffer"),
