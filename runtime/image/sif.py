@@ -106,9 +106,9 @@ def new_image(tool: Apptainer, image: Path) -> None:
     apptainer.capture(sif_argv(tool, "new", str(image)), what=f"making {image.name}")
 
 
-def add_json(tool: Apptainer, image: Path, document: Path, name: str | None = None) -> None:
-    """Add a JSON document, under its file name or another."""
-    argv = ["--datatype", _GENERIC_JSON, "--groupid", _GROUP, "--filename", name or document.name]
+def add_json(tool: Apptainer, image: Path, document: Path) -> None:
+    """Add a JSON document, under its file name."""
+    argv = ["--datatype", _GENERIC_JSON, "--groupid", _GROUP, "--filename", document.name]
     apptainer.capture(
         sif_argv(tool, "add", *argv, str(image), str(document)), what=f"writing to {image.name}"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from dni_runtime.errors import SpecError, UsageError
@@ -147,32 +146,28 @@ def _balanced(needs: Sequence[Need], count: int, node: Capacity) -> list[int]:
     10.7). Ties are broken by the sum of squares, which also balances the lighter nodes.
     """
     total = len(needs)
-    impossible = (float("inf"), float("inf"))
-    best = [[impossible] * (total + 1) for _ in range(count + 1)]
-    cut = [[0] * (total + 1) for _ in range(count + 1)]
-    best[0][0] = (0.0, 0.0)
-    for blocks in range(1, count + 1):
-        for end in range(blocks, total + 1):
-            for start in range(end - 1, blocks - 2, -1):
+    # For each number of modules: largest cost, sum of squares and sizes of so many blocks.
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for _ in range(count):
+        longer: dict[int, tuple[float, float, list[int]]] = {}
+        for start in sorted(best, reverse=True):
+            worst, squares, sizes = best[start]
+            for end in range(start + 1, total + 1):
                 if node.lacks(needs[start:end]) is not None:
                     break  # a longer block fits even less
                 cost = sum(need.cost for need in needs[start:end])
-                worst, squares = best[blocks - 1][start]
-                candidate = (max(worst, cost), squares + cost * cost)
-                if candidate < best[blocks][end]:
-                    best[blocks][end], cut[blocks][end] = candidate, start
-    if best[count][total] == impossible:
+                candidate = (max(worst, cost), squares + cost * cost, [*sizes, end - start])
+                if end not in longer or candidate[:2] < longer[end][:2]:
+                    longer[end] = candidate
+        best = longer
+    if total not in best:
         least = _packed(needs, node)
         raise UsageError(
             f"the modules do not fit on {_nodes(count)}: {len(least)} are needed "
             f"({_why(needs, least, node)})",
             hint=f"--nodes {len(least)}, or lower the modules' 'resources'",
         )
-    ends = [total]
-    for blocks in range(count, 0, -1):
-        ends.append(cut[blocks][ends[-1]])
-    ends.reverse()
-    return [end - start for start, end in pairwise(ends)]
+    return best[total][2]
 
 
 def _nodes(count: int) -> str:
