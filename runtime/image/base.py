@@ -23,7 +23,7 @@ from dni_runtime.image.lock import LOCK_NAME, ImageLock, LockedBase, Wheel
 from dni_runtime.image.progress import Reporter, Step
 from dni_runtime.image.scratch import scratch_folder
 from dni_runtime.image.wheels import Wheelhouse, sha256_file
-from dni_runtime.spec import BaseSpec, ImageSpec
+from dni_runtime.spec import ImageSpec
 
 _FORMAT = 1
 _LOCAL_SOURCE = "source.sif"
@@ -103,7 +103,7 @@ def plan_base(
     mirror: str | None = None
     if image.base.bootstrap == "debootstrap":
         locked_mirror = lock.base.mirror if lock is not None else None
-        mirror = image.base.mirror or locked_mirror or debian_mirror(image.base)
+        mirror = image.base.mirror or locked_mirror or debian_mirror()
     definition = render_base(
         image, source=source, mirror=mirror, requirements=requirements, torch=torch
     )
@@ -127,14 +127,11 @@ def _wheels(lock: ImageLock | None) -> tuple[Wheel, ...] | None:
     return None if lock is None else lock.base.wheels
 
 
-def debian_mirror(base: BaseSpec) -> str:
-    """Return the mirror for a debootstrap base.
+def debian_mirror() -> str:
+    """Return the mirror for a debootstrap base if neither the chain nor a lock names one.
 
-    In this order: ``image.base.mirror``, the host's own if it is a Debian, and the default of its
-    debootstrap program.
+    It is the host's own if it is a Debian, else the default of its debootstrap program.
     """
-    if base.mirror is not None:
-        return base.mirror
     program = shutil.which("debootstrap", path=apptainer.host_environment(os.environ)["PATH"])
     if program is None:
         raise UnavailableError(

@@ -11,7 +11,6 @@ import pytest
 
 from dni_runtime.errors import SpecError
 from dni_runtime.image.base import debian_mirror
-from dni_runtime.spec import BaseSpec
 
 SOURCES = """\
 Types: deb
@@ -74,23 +73,19 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
 @pytest.mark.parametrize("kind", ["list", "sources"])
 def test_mirror_is_the_hosts_own(host: Callable[..., None], kind: str) -> None:
     host(DEBIAN, **{kind: {"list": ONE_LINE, "sources": SOURCES}[kind]})
-    assert debian_mirror(BaseSpec()) == "http://m/debian"
+    assert debian_mirror() == "http://m/debian"
 
 
 @pytest.mark.skipif(shutil.which("apt-get") is None, reason="apt-get is not installed")
 def test_mirror_of_updates_is_not_the_archives(host: Callable[..., None]) -> None:
     host(DEBIAN, list="deb http://m/u bookworm-updates main\n")
-    assert debian_mirror(BaseSpec()) == "mirror:/default"
-
-
-def test_mirror_of_the_chain_comes_first() -> None:
-    assert debian_mirror(BaseSpec(mirror="mine:/debian")) == "mine:/debian"
+    assert debian_mirror() == "mirror:/default"
 
 
 def test_mirror_without_a_debian_host(host: Callable[..., None]) -> None:
     host({"ID": "fedora", "VERSION_CODENAME": ""}, list=ONE_LINE)
-    assert debian_mirror(BaseSpec()) == "mirror:/default"
+    assert debian_mirror() == "mirror:/default"
     host({"ID": "fedora"}, default="")
     with pytest.raises(SpecError) as caught:
-        debian_mirror(BaseSpec())
+        debian_mirror()
     assert caught.value.path == "image.base.mirror"

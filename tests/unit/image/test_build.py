@@ -195,11 +195,13 @@ def test_a_lock_is_kept_beside_another_mirror(
     image: ImageSpec, options: BuildOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = image.model_copy(update={"base": BaseSpec()})
-    monkeypatch.setattr(base, "debian_mirror", lambda _: "http:/first/debian")
+    monkeypatch.setattr(base, "debian_mirror", lambda: "http:/first/debian")
     built([module("head")], image, options)
-    monkeypatch.setattr(base, "debian_mirror", lambda _: "http:/second/debian")
+    monkeypatch.setattr(base, "debian_mirror", lambda: "http:/second/debian")
     assert reasons([module("head")], image, options) == ["changed"]
     assert reasons([module("head")], image, replace(options, locked=True)) == [None]
+    image = image.model_copy(update={"base": BaseSpec(mirror="mine:/debian")})
+    assert base.plan_base(image, options).mirror == "mine:/debian"
 
 
 def test_missing_local_base_is_an_error(options: BuildOptions) -> None:
