@@ -54,13 +54,10 @@ class Engine(Protocol):
 class InProcess:
     """An engine that computes a network in a thread of this process."""
 
-    def __init__(
-        self, network: nn.Module, signature: Signature, *, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, network: nn.Module, signature: Signature) -> None:
         self.signature = signature
         self.answered: Callable[[Answer], None] = lambda answer: None
-        self._device = torch.device(device)
-        self._network = network.eval().to(self._device)
+        self._network = network.eval().cpu()
         # Each is counted by one thread only.
         self._submitted = self._computed = 0
         self._batches: queue.SimpleQueue[tuple[int, tuple[Tensor, ...]] | None]
@@ -85,7 +82,7 @@ class InProcess:
         while (batch := self._batches.get()) is not None:
             id, inputs = batch
             try:
-                outputs = self._network(*(tensor.to(self._device) for tensor in inputs))
+                outputs = self._network(*inputs)
                 if isinstance(outputs, Tensor):
                     outputs = (outputs,)
                 answer = Answer(id, outputs=tuple(tensor.cpu() for tensor in outputs))

@@ -168,9 +168,9 @@ def beside(hosts: Sequence[str]) -> list[str]:
     ]
 
 
-def clean_up(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> None:
+def clean_up(plan: LaunchPlan) -> None:
     """Remove the socket folders that a run's steps have created on their nodes."""
-    allocation = allocation_here(environ)
+    allocation = allocation_here()
     if allocation is None:
         return
     hosts = nodes_of(allocation.job) or allocation.hosts  # one may be lost
