@@ -179,7 +179,11 @@ def without_memory(build: Callable[[], _Built]) -> _Built:
                 return build()
         except SpecError:
             with torch.device("cpu"):
-                return build().to("meta")
+                built = build()
+            try:
+                return _on_no_device(built)
+            except Exception:  # it holds what cannot be copied
+                return built.to("meta")
 
 
 _Key = tuple[str, Callable[..., Any], torch.device]  # the network as text, its function, where
@@ -229,7 +233,8 @@ def network_for(spec: NetworkSpec, needed: Container[str]) -> nn.Module:
         return build()
 
 
-def _on_no_device(network: nn.Module) -> nn.Module:
+def _on_no_device(network: _Built) -> _Built:
+    """Return a copy on the meta device, in which weights stay tied, as they do not by ``to``."""
     moved = {id(tensor): tensor.detach().to("meta") for _, tensor in named_tensors(network)}
     for parameter in network.parameters():
         moved[id(parameter)] = nn.Parameter(moved[id(parameter)], parameter.requires_grad)

@@ -253,8 +253,8 @@ def check_gradients(worker: WorkerSpec, network: nn.Module, learns: Collection[s
         layers = network
         if device == "cpu":
             layers = build_module(worker, device)
-            for p, known in zip(layers.parameters(), network.parameters(), strict=True):
-                p.requires_grad_(known.requires_grad)
+            for key, p in layers.named_parameters(remove_duplicate=False):
+                p.requires_grad_(network.get_parameter(key).requires_grad)
         targets = [*awaited.values(), *(p for p in layers.parameters() if p.requires_grad)]
         if not targets:
             return

@@ -63,6 +63,7 @@ REASONS: dict[str, set[str]] = {
     "modules '.*' and '.*' share ": {"again"},
     "which was made at run time": {"weight-norm-bare"},
     "can be cut in 0 places": set(),
+    "no update would be made: one takes . batches": {"accumulate"},
     "tied weights of types float32, float64 pass": {"doubled"},
     "tied weights of types complex64, float32 pass": {"spectrum"},
     "tied weights of types bfloat16, float(32|64) pass": {"halved"},

@@ -56,6 +56,7 @@ HARD = [
     80859,
     81053,
     81434,
+    100075,
 ]
 """Seeds that found something."""
 
