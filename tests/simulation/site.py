@@ -44,7 +44,7 @@ from dni_runtime.spec.worker import ADJACENT_FAILURES, DataInfo, TensorSpec
 from dni_runtime.supervise import pool, supervisor
 from dni_runtime.supervise.scaling import ask_for, wanted_replicas
 from dni_runtime.supervise.supervisor import Supervisor
-from dni_runtime.wire import PROTOCOL_VERSION, Kind, Rows
+from dni_runtime.wire import Rows
 from dni_runtime.worker import (
     checkpoint,
     main,
@@ -782,8 +782,8 @@ class Site:
             self.network.cut(line, half_open=True, away_s=lasts_s)
         elif kind == "away":
             self.network.cut(line, half_open=False, away_s=lasts_s)
-        elif kind == "drop":  # what nobody thought of, on a line that stands
-            self._swallow(f"{line} down")
+        elif kind == "drop":
+            self.network.muted.add(f"{line} down")
         elif kind == "stop":
             self.supervision.stop()
         elif kind == "orphan":
@@ -813,20 +813,6 @@ class Site:
             if kind == "unlaunched":
                 self.unlaunched.add(name)
             worker.end(-signal.SIGKILL)
-
-    def _swallow(self, line: str) -> None:
-        """Let messages vanish until somebody asks what has arrived."""
-        hello = bytes((0x9B, PROTOCOL_VERSION, Kind.HELLO))
-
-        def swallows(where: str, frames: list[bytes]) -> bool:
-            if where != line:
-                return False
-            if frames[0].startswith(hello):
-                self.network.swallows = lambda where, frames: False
-                return False
-            return bool(frames[0])
-
-        self.network.swallows = swallows
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
