@@ -38,7 +38,7 @@ from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import replicas_of
-from dni_runtime.worker.checkpoint import State, read, restore, snapshot, write_part
+from dni_runtime.worker.checkpoint import State, copy_state, read, restore, write_part
 from dni_runtime.worker.stream import Position
 
 _OF_THE_STREAM = ("dataset", "batch_size", "shuffle", "streams", "train_limit", "validation")
@@ -258,7 +258,7 @@ def carry(
                 if module.end == names.ends[number]:
                     _take_interface(step, module.step)
             torch.set_rng_state(like.random)
-            tensors, document = snapshot(step)
+            tensors, document = copy_state(step)
             document |= {key: like.document[key] for key in _SAME}
             if worker.head is not None:
                 first = modules[0].document

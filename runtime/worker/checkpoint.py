@@ -54,7 +54,7 @@ State = tuple[dict[str, Tensor], dict[str, Any]]
 """A module's tensors by name, and the rest as a JSON document."""
 
 
-def snapshot(step: ModuleStep) -> State:
+def copy_state(step: ModuleStep) -> State:
     """Copy a module's whole state: weights, interface, optimizers, schedules, random numbers.
 
     Tensors are on the CPU, and independent of the module.
@@ -113,7 +113,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
-    """Put a module into the state that :func:`snapshot` copied."""
+    """Put a module into the state that :func:`copy_state` copied."""
     module, made_by = step.spec.module, document.get("version")
     if document.get("format") != FORMAT:
         raise CheckpointError(

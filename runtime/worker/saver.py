@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.worker.checkpoint import CheckpointWriter, State, snapshot
+from dni_runtime.worker.checkpoint import CheckpointWriter, State, copy_state
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.ledger import ModuleProgress
 from dni_runtime.worker.resume import document
@@ -55,7 +55,7 @@ class StateSaver:
         self._writer.flush()
 
     def _state(self, *, over: bool) -> State:
-        tensors, contents = snapshot(self._step)
+        tensors, contents = copy_state(self._step)
         position = again = None
         if self._head is not None:
             position, again = self._head.position, self._head.oldest()

@@ -30,7 +30,7 @@ from dni_runtime.plan.prepare import CheckedChain, importing_from
 from dni_runtime.run.record import Record
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.replicas import workers_of
-from dni_runtime.worker.checkpoint import read, restore, snapshot, write_part
+from dni_runtime.worker.checkpoint import copy_state, read, restore, write_part
 from tests.generated.cases import Case, simpler, source
 from tests.replicas import share
 
@@ -389,7 +389,7 @@ def _write(record: Record, chains: Sequence[LocalChain], cut: int) -> None:
         for step in steps:
             before = torch.get_rng_state()
             torch.set_rng_state(step.random_state)
-            tensors, document = snapshot(step)
+            tensors, document = copy_state(step)
             torch.set_rng_state(before)
             write_part(record.run, next(names), (tensors, document | {"cut": cut}))
 

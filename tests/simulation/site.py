@@ -833,8 +833,8 @@ class Site:
                 self.sent[id] = float(x[0].sum())
             return real_forward(step, id, x, part)
 
-        def snapshot(step: ModuleStep) -> Any:
-            tensors, document = real_snapshot(step)
+        def copy_state(step: ModuleStep) -> Any:
+            tensors, document = real_copy_state(step)
             return tensors, document | {"trained": getattr(step, "trained", [])}
 
         def restore(step: ModuleStep, tensors: Any, document: Any) -> None:
@@ -863,7 +863,7 @@ class Site:
             self.largest_window = max(self.largest_window, len(window._kept))
 
         window_class = sender.SendWindow
-        real_forward, real_snapshot = ModuleStep.forward, saver.snapshot
+        real_forward, real_copy_state = ModuleStep.forward, saver.copy_state
         real_restore, real_add = checkpoint.restore, window_class.add
         real_as_own, real_shrink = resume._as_own, Supervisor._shrink
         stand_ins: list[tuple[Any, str, Any]] = [
@@ -877,7 +877,7 @@ class Site:
             (zmq, "Poller", Poller),
             (sockets, "open_context", context),
             (ModuleStep, "forward", forward),
-            (saver, "snapshot", snapshot),
+            (saver, "copy_state", copy_state),
             (checkpoint, "restore", restore),
             (resume, "_as_own", as_own),
             (Supervisor, "_shrink", shrink),

@@ -21,7 +21,7 @@ from dni_runtime.plan.create import create_run
 from dni_runtime.plan.prepare import prepare
 from dni_runtime.run.keys import KnownKeys
 from dni_runtime.run.record import Record
-from dni_runtime.worker.checkpoint import snapshot, write_part
+from dni_runtime.worker.checkpoint import copy_state, write_part
 from tests.unit.cli.conftest import Dnictl, WriteChain
 from tests.unit.data.conftest import IdxFolder
 
@@ -109,7 +109,7 @@ def release_of(folder: Path) -> None:
     prepared = prepare(folder / "chain.yaml", data=data if data.is_dir() else None, tries=False)
     run = create_run(folder / "runs" / "one", prepared, backend="process")
     for worker in prepared.workers:
-        tensors, document = snapshot(ModuleStep(worker))
+        tensors, document = copy_state(ModuleStep(worker))
         write_part(run, worker.module, (tensors, document | {"cut": 5}))
     record = Record.read(run.root)
     record.model_copy(update={"release": "one:1.2.0"}).write(run.record)

@@ -20,7 +20,7 @@ from dni_runtime.plan.prepare import prepare
 from dni_runtime.run.cuts import tensors_file
 from dni_runtime.run.record import Record
 from dni_runtime.spec import DataSpec
-from dni_runtime.worker.checkpoint import snapshot, write_part
+from dni_runtime.worker.checkpoint import copy_state, write_part
 
 CHAIN = """\
 name: x
@@ -49,7 +49,7 @@ def trained(folder: Path, settings: str) -> tuple[Checkpointed, LocalChain]:
     for _, (x, y) in zip(range(CUT), batches, strict=False):
         chain.train_batch(x, y)
     for step in chain.steps:
-        tensors, document = snapshot(step)
+        tensors, document = copy_state(step)
         document |= {"cut": CUT, "epoch": 1, "epochs_ended": 0, "step": CUT, "samples": 32 * CUT}
         write_part(run, step.spec.module, (tensors, document))
     return Checkpointed(Record.read(run.root)), chain
@@ -74,7 +74,7 @@ def test_a_checkpoint_of_other_layers_is_refused(tmp_path: Path) -> None:
     step = chain.steps[-1]
     step.layers.append(torch.nn.Linear(10, 10))
     step.optimization.average = None
-    tensors, document = snapshot(step)
+    tensors, document = copy_state(step)
     write_part(run.directory, "b", (tensors, document | {"cut": CUT}))
     with pytest.raises(DataError, match=r"(?s)b.safetensors' does not fit module 'b': .*3.weight"):
         run.evaluate(CUT)

@@ -18,7 +18,7 @@ from dni_runtime.plan.create import create_run
 from dni_runtime.plan.prepare import prepare
 from dni_runtime.run.documents.exits import Exits
 from dni_runtime.run.record import Record
-from dni_runtime.worker.checkpoint import snapshot, write_part
+from dni_runtime.worker.checkpoint import copy_state, write_part
 from tests.unit.cli.conftest import Dnictl
 
 CHAIN = """\
@@ -41,7 +41,7 @@ def trained(folder: Path, text: str) -> tuple[Checkpointed, LocalChain]:
         for x, y in open_data(prepared.chain.data, folder, seed=0).train_batches(epoch):
             chain.train_batch(x, y)
     for step in chain.steps:
-        tensors, document = snapshot(step)
+        tensors, document = copy_state(step)
         write_part(made, step.spec.module, (tensors, document | {"cut": 5}))
     return Checkpointed(Record.read(made.root)), chain
 

@@ -22,7 +22,7 @@ from dni_runtime.plan.create import create_run
 from dni_runtime.plan.prepare import prepare
 from dni_runtime.run.record import Record
 from dni_runtime.spec import Choice
-from dni_runtime.worker.checkpoint import snapshot, write_part
+from dni_runtime.worker.checkpoint import copy_state, write_part
 from tests.unit.cli.conftest import Dnictl
 
 CHAIN = """\
@@ -39,7 +39,7 @@ def trained(folder: Path, chain: str) -> Checkpointed:
     prepared = prepare(folder / "chain.yaml")
     made = create_run(folder / "runs" / "one", prepared, backend="process")
     for worker in prepared.workers:
-        tensors, document = snapshot(ModuleStep(worker))
+        tensors, document = copy_state(ModuleStep(worker))
         write_part(made, worker.module, (tensors, document | {"cut": 5}))
     return Checkpointed(Record.read(made.root))
 

@@ -20,7 +20,7 @@ from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.export import METADATA, export_model
 from dni_runtime.errors import DataError, UsageError
 from dni_runtime.spec import DataInfo
-from dni_runtime.worker.checkpoint import snapshot
+from dni_runtime.worker.checkpoint import copy_state
 from tests.specs import float32, int64, specs_of
 
 
@@ -62,7 +62,7 @@ def saved(chain: LocalChain, folder: Path) -> dict[str, Path]:
     states = {}
     for step in chain.steps:
         states[step.spec.module] = folder / f"{step.spec.module}.safetensors"
-        save_file(snapshot(step)[0], states[step.spec.module])
+        save_file(copy_state(step)[0], states[step.spec.module])
     return states
 
 

@@ -14,7 +14,7 @@ from dni_runtime.core.optimization import Optimization
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import WorkerSpec
-from dni_runtime.worker.checkpoint import restore, snapshot
+from dni_runtime.worker.checkpoint import copy_state, restore
 from tests.conftest import DEVICES
 from tests.replicas import replicas
 from tests.specs import refused, specs_of
@@ -105,7 +105,7 @@ def test_an_update_that_overflows_is_left_out() -> None:
     assert all(torch.equal(*one) for one in zip(step.layers.parameters(), before, strict=True))
     assert (step.optimization.skipped, scale_of(step).value) == (1, 32768.0)
     again = ModuleStep(specs("exact")[1])
-    restore(again, *snapshot(step))
+    restore(again, *copy_state(step))
     assert (scale_of(again).value, scale_of(again).steps) == (32768.0, 0)
 
 

@@ -10,7 +10,7 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.training import OPTIMIZERS, build_optimizer
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, DataInfo
-from dni_runtime.worker.checkpoint import restore, snapshot
+from dni_runtime.worker.checkpoint import copy_state, restore
 from tests.specs import int64, refused, specs_of
 
 INFO = DataInfo(sample=int64(4), label=int64(), classes=3)
@@ -148,7 +148,7 @@ def test_sparse_gradients_are_part_of_checkpoints(words: str) -> None:
     step, copy = ModuleStep(spec), ModuleStep(spec)
     for id in (1, 2, 3):
         batch(step, id)
-    restore(copy, *snapshot(step))
+    restore(copy, *copy_state(step))
     for one in (step, copy):
         batch(one, 4)
     for ours, theirs in zip(step.layers.parameters(), copy.layers.parameters(), strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dni_runtime.core.optimizers import LAMB, LARS, Muon
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
-from dni_runtime.worker.checkpoint import restore, snapshot
+from dni_runtime.worker.checkpoint import copy_state, restore
 from tests.specs import specs_of
 from tests.unit.core.conftest import CHAIN, INFO
 
@@ -156,7 +156,7 @@ def test_their_state_is_part_of_checkpoints(name: str, groups: str) -> None:
 
     for _ in range(3):
         train(step)
-    restore(again, *snapshot(step))
+    restore(again, *copy_state(step))
     train(step, again)
     for ours, theirs in zip(step.layers.parameters(), again.layers.parameters(), strict=True):
         assert torch.equal(ours, theirs)

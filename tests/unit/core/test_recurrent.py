@@ -22,7 +22,7 @@ from dni_runtime.resolve.cost import estimated_costs
 from dni_runtime.resolve.resolve import parameter_counts
 from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.spec.named import Frozen
-from dni_runtime.worker.checkpoint import restore, snapshot
+from dni_runtime.worker.checkpoint import copy_state, restore
 from tests.specs import float32, int64, refused, specs_of
 
 C, H, B, T = 3, 4, 5, 6
@@ -298,7 +298,7 @@ def test_the_average_of_the_weights_goes_on_from_batch_to_batch_too() -> None:
     chain.train_batch(small, small[:, 0].argmax(1))
     step = chain.steps[1]
     copy = ModuleStep(step.spec)
-    restore(copy, *snapshot(step))
+    restore(copy, *copy_state(step))
     torch.testing.assert_close(
         copy.evaluate(small @ torch.eye(C, H)), step.evaluate(small @ torch.eye(C, H))
     )

@@ -15,7 +15,7 @@ from dni_runtime.plan.prepare import CheckedChain, prepare
 from dni_runtime.run.cuts import is_over, verify
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
-from dni_runtime.worker.checkpoint import read, snapshot, write_part
+from dni_runtime.worker.checkpoint import copy_state, read, write_part
 from dni_runtime.worker.stream import Phase, Position
 
 CHAIN = """\
@@ -53,7 +53,7 @@ def carried(prepared: CheckedChain, record: Record) -> CheckedChain:
 
 def write(root: Path, prepared: CheckedChain, *, over: bool, step: int = 5) -> None:
     for number, worker in enumerate(prepared.workers):
-        tensors, document = snapshot(ModuleStep(worker))
+        tensors, document = copy_state(ModuleStep(worker))
         stream = {"cut": 5, "epoch": 1, "epochs_ended": 0, "step": 5, "samples": 160, "over": over}
         stream |= {"counted": {"epoch": 1, "batches": 5}}
         at = Position(epoch=1, batch=step, step=step, phase="end" if over else "train")

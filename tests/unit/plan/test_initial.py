@@ -21,7 +21,7 @@ from dni_runtime.plan.splitting import split_chain
 from dni_runtime.run.cuts import tensors_file
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
-from dni_runtime.worker.checkpoint import snapshot, write_part
+from dni_runtime.worker.checkpoint import copy_state, write_part
 
 CHAIN = """\
 name: fine
@@ -122,7 +122,7 @@ def test_by_the_own_names_of_a_network_that_was_split(tmp_path: Path, of: str) -
     two = split_chain("nets:Net", chain, {"data": data}, at=["stem"]).prepared
     run = create_run(tmp_path / "run", two, backend="process")
     for worker in two.workers:
-        tensors, document = snapshot(ModuleStep(worker))
+        tensors, document = copy_state(ModuleStep(worker))
         write_part(run, worker.module, (tensors, document | {"cut": 5}))
     trained = Checkpointed(Record.read(run.root))
     if of == "export":

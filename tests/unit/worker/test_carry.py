@@ -12,7 +12,7 @@ from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.plan.carrying import Names, carry
 from dni_runtime.spec import DataInfo, WorkerSpec
-from dni_runtime.worker.checkpoint import State, restore, snapshot
+from dni_runtime.worker.checkpoint import State, copy_state, restore
 from tests.specs import float32, int64, specs_of
 
 LAYERS = [
@@ -53,7 +53,7 @@ def trained(workers: Sequence[WorkerSpec]) -> list[State]:
     for number, (step, worker) in enumerate(zip(chain.steps, workers, strict=True)):
         torch.manual_seed(number)
         step.spec = worker  # without the delays of a chain in one process
-        tensors, document = snapshot(step)
+        tensors, document = copy_state(step)
         document |= STREAM | {"counted": {"epoch": 1, "batches": 7}}
         if number == 0:
             document["position"] = {"epoch": 1, "batch": 7}
@@ -91,7 +91,7 @@ def test_there_and_back() -> None:
     assert [one[1]["gathered"] for one in carried] == [1, 1, 1]
     assert ["position" in one[1] for one in carried] == [True, False, False]
 
-    begun = snapshot(ModuleStep(other[1]))[0]
+    begun = copy_state(ModuleStep(other[1]))[0]
     for name, value in states[1][0].items():  # the cut after the fourth layer
         if name.startswith("interface."):
             assert torch.equal(first[0][name], value)

@@ -19,7 +19,7 @@ from dni_runtime.errors import CheckpointError, DamagedError
 from dni_runtime.run.cuts import complete_cuts, forget, tensors_file
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import Choice, DataInfo, WorkerSpec
-from dni_runtime.worker.checkpoint import CheckpointWriter, State, read, restore, snapshot
+from dni_runtime.worker.checkpoint import CheckpointWriter, State, copy_state, read, restore
 from tests.specs import float32, int64, specs_of
 
 CHAIN = """\
@@ -75,7 +75,7 @@ def writing(
 @pytest.fixture
 def state(worker: WorkerSpec) -> State:
     """A module's state before it is trained."""
-    return snapshot(ModuleStep(worker))
+    return copy_state(ModuleStep(worker))
 
 
 LATE = Choice(name="delayed", args={"max_late": 1, "predict": True})
@@ -87,13 +87,13 @@ def test_training_goes_on_exactly(worker: WorkerSpec, run: RunDir, interface: Ch
     first, second = ModuleStep(worker), ModuleStep(worker)
     train(first, 5)
     with writing(run) as writer:
-        writer.write(7, *snapshot(first))
+        writer.write(7, *copy_state(first))
     tensors, document = read(run.checkpoint(7, "a"))
     restore(second, tensors, document)
     assert document["cut"] == 7
     for step in (first, second):
         train(step, 5)
-    ours, theirs = snapshot(first), snapshot(second)
+    ours, theirs = copy_state(first), copy_state(second)
     assert ours[0].keys() == theirs[0].keys()
     assert all(torch.equal(ours[0][key], theirs[0][key]) for key in ours[0])
     assert json.loads(json.dumps(ours[1])) == json.loads(json.dumps(theirs[1]))
@@ -119,7 +119,7 @@ def test_a_recurrent_layer_goes_on_exactly() -> None:
 
     first, second, unbroken = (ModuleStep(spec) for _ in range(3))
     train_on(first, data[:5])
-    tensors, document = snapshot(first)
+    tensors, document = copy_state(first)
     assert tensors["layers.0.state"].shape == (8, 6)
     assert tensors["layers.0.state"].any()
     assert "layers.0.synthesizer" in document["optimizers"]
@@ -128,7 +128,7 @@ def test_a_recurrent_layer_goes_on_exactly() -> None:
     train_on(unbroken, data[:5])
     for step in (first, second, unbroken):
         train_on(step, data[5:])
-    states = [snapshot(step)[0] for step in (first, second, unbroken)]
+    states = [copy_state(step)[0] for step in (first, second, unbroken)]
     for other in states[1:]:
         assert other.keys() == states[0].keys()
         assert all(torch.equal(states[0][key], other[key]) for key in other)
@@ -140,7 +140,7 @@ def test_a_schedule_of_milestones_goes_on(worker: WorkerSpec, run: RunDir) -> No
     first, second = ModuleStep(worker), ModuleStep(worker)
     train(first, 2)
     with writing(run) as writer:
-        writer.write(7, *snapshot(first))
+        writer.write(7, *copy_state(first))
     restore(second, *read(run.checkpoint(7, "a")))
     rates = []
     for _ in range(2):
@@ -151,7 +151,7 @@ def test_a_schedule_of_milestones_goes_on(worker: WorkerSpec, run: RunDir) -> No
 
 def test_snapshot_does_not_change_with_the_module(worker: WorkerSpec) -> None:
     step = ModuleStep(worker)
-    tensors, _ = snapshot(step)
+    tensors, _ = copy_state(step)
     before = {key: value.clone() for key, value in tensors.items()}
     train(step, 3)
     assert all(torch.equal(before[key], tensors[key]) for key in tensors)
@@ -307,7 +307,7 @@ def test_what_another_version_or_spec_has_written(
     worker: WorkerSpec, changes: dict[str, Any], message: str
 ) -> None:
     step = ModuleStep(worker)
-    tensors, document = snapshot(step)
+    tensors, document = copy_state(step)
     assert document["version"] == __version__
     with pytest.raises(CheckpointError) as caught:
         restore(step, tensors, document | changes)
@@ -317,5 +317,5 @@ def test_what_another_version_or_spec_has_written(
 
 def test_another_version_may_have_another_way_to_hash(worker: WorkerSpec) -> None:
     step = ModuleStep(worker)
-    tensors, document = snapshot(step)
+    tensors, document = copy_state(step)
     restore(step, tensors, document | {"hash": "0", "version": "0.0.9"})

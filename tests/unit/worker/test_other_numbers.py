@@ -74,7 +74,7 @@ def write(
         made.shared.samples = 7
     position = Position(epoch=2, batch=9, step=11, eval_batch=2) if spec.head else None
     again = (cut - 1, Position(epoch=2, batch=8, step=10)) if spec.head else None
-    tensors, own = checkpoint.snapshot(made)
+    tensors, own = checkpoint.copy_state(made)
     tensors["random.device"] = torch.zeros(16, dtype=torch.uint8)  # as if it ran on a GPU
     progress = ModuleProgress(counts, id=cut, epoch=2, epochs_ended=1)
     own |= document(progress, over=False, position=position, again=again)

@@ -35,7 +35,7 @@ def write(run: RunDir, spec: WorkerSpec, *, cut: int = 0, snapshot: int = 0, ste
     progress = ModuleProgress(Counts(id=cut or snapshot, step=step), epoch=2)
     position = Position(epoch=2, batch=step) if spec.head else None
     again = (cut or snapshot, Position(epoch=2, batch=step - 1)) if spec.head else None
-    tensors, own = checkpoint.snapshot(made)
+    tensors, own = checkpoint.copy_state(made)
     own |= document(progress, over=False, position=position, again=again)
     writer = checkpoint.CheckpointWriter(run, spec.module, ["a", "b", "c"], 2, pytest.fail)
     (writer.write if cut else writer.write_snapshot)(cut or snapshot, tensors, own)

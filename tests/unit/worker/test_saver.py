@@ -51,7 +51,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
     monkeypatch.setattr(saver, "time", SimpleNamespace(monotonic=lambda: made.now_s))
-    monkeypatch.setattr(saver, "snapshot", made.copy)
+    monkeypatch.setattr(saver, "copy_state", made.copy)
     monkeypatch.setattr(saver, "document", lambda progress, **more: {"over": more["over"]})
     return made
 

@@ -10,7 +10,7 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
 from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import parse_chain
-from dni_runtime.worker.checkpoint import snapshot
+from dni_runtime.worker.checkpoint import copy_state
 from tests.replicas import CHAIN, INFO, learn, replicas, share
 from tests.specs import int64, refused, specs_of
 
@@ -32,7 +32,7 @@ TRAINING = "optimizer: {Adam: {lr: 0.01}}, clip: {norm: 0.5}, ema: 0.9"
 
 
 def state(step: ModuleStep) -> dict[str, Tensor]:
-    tensors, _ = snapshot(step)
+    tensors, _ = copy_state(step)
     return {k: v for k, v in tensors.items() if k.startswith(("layers.", "average.", "optimizer."))}
 
 

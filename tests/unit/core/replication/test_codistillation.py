@@ -10,7 +10,7 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.replicas import workers_of
-from dni_runtime.worker.checkpoint import restore, snapshot
+from dni_runtime.worker.checkpoint import copy_state, restore
 from tests.replicas import INFO, learn, replicas, share, shared
 from tests.specs import specs_of
 
@@ -85,7 +85,7 @@ def test_an_error_signal_of_the_modules_own_has_the_term_too() -> None:
         x, y = batch(draw)
         step.forward(1, x)
         step.update(y)
-    restore(without, *snapshot(steps[0]))
+    restore(without, *copy_state(steps[0]))
     share(steps)
     share([without, steps[1]])
     other, model = (nn.Sequential(*list(one.layers)[:2]) for one in (steps[1], steps[0]))
@@ -123,7 +123,7 @@ def test_weights_and_statistics_stay_each_ones_own() -> None:
         learnt = dict(shared(step).strategy.named_buffers())["other_P"]
         assert torch.allclose(learnt, other[: len(learnt)], atol=1e-6)
     again = ModuleStep(normed("codistillation")[1])
-    restore(again, *snapshot(steps[1]))
+    restore(again, *copy_state(steps[1]))
     x, y = batch(draw)
     for step in (steps[1], again):
         torch.manual_seed(5)

@@ -11,7 +11,7 @@ from dni_runtime.core.replication.strategies import ParameterServer
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
 from dni_runtime.spec.replicas import with_replicas
-from dni_runtime.worker.checkpoint import restore, snapshot
+from dni_runtime.worker.checkpoint import copy_state, restore
 from tests.replicas import learn, replicas, shared
 
 
@@ -73,7 +73,7 @@ def test_a_push_that_comes_again_is_added_once() -> None:
     progress(one, 1)
     offer = push(one, 1)
     shared(server).apply(offer, 0, 1)
-    row, state = shared(server).row(), snapshot(server)
+    row, state = shared(server).row(), copy_state(server)
     shared(server).apply(offer, 0, 1)
     assert torch.equal(shared(server).row(), row)
     again = ModuleStep(server.spec)
@@ -91,7 +91,7 @@ def test_a_server_goes_on_with_another_number_of_replicas(count: int) -> None:
     for place, one in enumerate(before[1:]):
         progress(one, 5)
         shared(server).apply(push(one, 5 + place), place, 5 + place)
-    state = snapshot(server)
+    state = copy_state(server)
     specs = replicas("parameter-server", 4)[:count]
     again, *others = (ModuleStep(with_replicas(spec, counts)) for spec in specs)
     restore(again, *state)

@@ -13,7 +13,7 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError, SpecError
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.replicas import workers_of
-from dni_runtime.worker.checkpoint import restore, snapshot
+from dni_runtime.worker.checkpoint import copy_state, restore
 from tests.replicas import CHAIN, INFO, learn, share, shared
 from tests.replicas import replicas as linear
 from tests.specs import specs_of
@@ -40,7 +40,7 @@ def trained(spec: WorkerSpec, seed: int, batches: int = 3) -> ModuleStep:
 
 
 def state(step: ModuleStep) -> dict[str, Tensor]:
-    tensors, _ = snapshot(step)
+    tensors, _ = copy_state(step)
     kinds = ("layers.", "interface.", "average.")
     return {k: v for k, v in tensors.items() if k.startswith(kinds) and v.is_floating_point()}
 
@@ -86,7 +86,7 @@ def test_the_strategy_is_part_of_a_checkpoint() -> None:
     spec = replicas("diloco")[0]
     step = trained(spec, 1)
     shared(step).agree(Sync(1, full=False), {})
-    tensors, document = snapshot(step)
+    tensors, document = copy_state(step)
     assert "strategy.velocity_P" in tensors
     again = ModuleStep(spec)
     restore(again, tensors, document)
