@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dni_runtime.link import Marker
 from dni_runtime.wire import Mark
+from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.head import Head
@@ -15,8 +16,9 @@ from dni_runtime.worker.join import Join
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours
-from dni_runtime.worker.saver import StateSaver
 from dni_runtime.worker.signals import StopRequest
+
+log = logging.getLogger(__name__)
 
 REQUEST_AFTER_S = 1.0
 """Seconds in which the head may make the checkpoint without a request."""
@@ -83,8 +85,6 @@ class Shutdown:
             input.request("checkpoint")
 
 
-log = logging.getLogger(__name__)
-
 POLL_MS = 500
 """Longest sleep of a worker: metrics and the state file are refreshed in between."""
 
@@ -101,7 +101,7 @@ class Farewell:
 
     metrics: MetricsWriter
     stop: StopRequest
-    saver: StateSaver
+    checkpoints: CheckpointWriter
     ledger: Ledger
     input: Join | None
     output: Fanout | None
@@ -123,7 +123,7 @@ class Farewell:
             self.exchange.finish(min(left_s, FAREWELL_S))
         self.metrics.now("checkpoint")
         if last is not None:
-            self.saver.flush()
+            self.checkpoints.flush()
             self.ledger.processed(last.id)
             if self.input is not None:
                 self.input.ack(last.id)

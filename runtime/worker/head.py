@@ -23,6 +23,8 @@ from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.stream import NOTHING, Item, Items, Position
 
+log = logging.getLogger(__name__)
+
 _SAMPLES = -1
 """The round that only says how many samples a replica has: their streams must have one length."""
 
@@ -153,8 +155,6 @@ class Rounds:
                     "data.eval_limit",
                 )
 
-
-log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 """Seconds between two looks at what the head's other replicas want."""

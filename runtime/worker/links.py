@@ -131,7 +131,7 @@ class WorkerLinks:
         return addresses
 
     def meet(self) -> bool:
-        """Open all links."""
+        """Open all links; return False if a module upstream has finished."""
         after = self._start.again and self._spec.module != FRONT
         if self.input is not None and after and not self._go_on_after(self.input):
             return False

@@ -44,8 +44,8 @@ _LAG_S = 4.0
 @dataclass
 class Start:
     cut: int = 0  # id up to which the module has been trained
-    again: bool = False  # only this module has been restarted
-    first_id: int = 1  # that the head sends
+    again: bool = False  # this module was restarted alone, the others continue
+    first_id: int = 1  # that the module may send; for the head, also of its stream
     position: Position = field(default_factory=Position)  # the head's, before that id
     over: bool = False  # the stream ends at the cut
     begun: int = 0  # which start of the whole chain this is
@@ -118,17 +118,17 @@ def forget_later(run: RunDir, spec: WorkerSpec, start: Start) -> None:
             run.best.unlink(missing_ok=True)
 
 
-def document(
+def progress_document(
     progress: ModuleProgress,
     *,
     over: bool,
     position: Position | None = None,
-    again: tuple[int, Position] | None = None,
+    oldest: tuple[int, Position] | None = None,
 ) -> dict[str, Any]:
     """Return what :func:`begin` needs beside the module's own state.
 
-    ``over``: the stream ends at this cut. For the head: ``position`` is its own, and ``again`` the
-    oldest id that it may have to resend, with the position before it.
+    ``over``: the stream ends at this cut. For the head: ``position`` is its own, and ``oldest`` the
+    first id that it may have to resend, with the position before it.
     """
     counts = progress.counts
     made: dict[str, Any] = {
@@ -141,8 +141,8 @@ def document(
     }
     if position is not None:
         made["position"] = position.to_dict()
-    if again is not None:
-        made["again"] = {"id": again[0], "position": again[1].to_dict()}
+    if oldest is not None:
+        made["again"] = {"id": oldest[0], "position": oldest[1].to_dict()}
     return made
 
 

@@ -8,7 +8,7 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.worker.checkpoint import CheckpointWriter, State, copy_state
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.ledger import ModuleProgress
-from dni_runtime.worker.resume import document
+from dni_runtime.worker.resume import progress_document
 
 SNAPSHOT_SHARE = 0.02
 """Largest share of the time spent on copying the module's state for snapshots."""
@@ -50,15 +50,11 @@ class StateSaver:
         took_s = time.monotonic() - now_s
         self._due_s = now_s + max(every_s, took_s / SNAPSHOT_SHARE)
 
-    def flush(self) -> None:
-        """Wait until everything saved is on disk, or has failed."""
-        self._writer.flush()
-
     def _state(self, *, over: bool) -> State:
         tensors, contents = copy_state(self._step)
-        position = again = None
+        position = oldest = None
         if self._head is not None:
-            position, again = self._head.position, self._head.oldest()
-        return tensors, contents | document(
-            self._progress, over=over, position=position, again=again
+            position, oldest = self._head.position, self._head.oldest()
+        return tensors, contents | progress_document(
+            self._progress, over=over, position=position, oldest=oldest
         )

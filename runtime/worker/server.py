@@ -115,7 +115,7 @@ class ModuleServer:
         )
         self._shutdown = Shutdown(stop, metrics, head=self._head, input=input)
         self._farewell = Farewell(
-            metrics, stop, self._saver, ledger, input, output, exchange, neighbours
+            metrics, stop, checkpoints, ledger, input, output, exchange, neighbours
         )
         self._divergence = Divergence(step, metrics, self._copies)
         self._evaluations = Evaluations(step, metrics, ledger, start)

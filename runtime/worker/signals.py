@@ -1,7 +1,7 @@
 """Requests to stop: from the worker's supervisor by a document, from others by a signal.
 
 The worker reads the document again and again: so it is told in the same way on this host, by ssh
-and by Slurm, in a container or not, and what it reads twice is no news.
+and by Slurm, in a container or not, and to read it again changes nothing.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from dni_runtime.spec.replicas import with_replicas, workers_of
 from dni_runtime.worker import checkpoint, resume
 from dni_runtime.worker.ledger import Counts, Ledger, ModuleProgress
 from dni_runtime.worker.options import load_spec
-from dni_runtime.worker.resume import Start, begin, document
+from dni_runtime.worker.resume import Start, begin, progress_document
 from dni_runtime.worker.start import WorkerStart
 from dni_runtime.worker.stream import Position
 from tests.specs import float32, int64, specs_of
@@ -73,11 +73,11 @@ def write(
     if made.shared is not None:
         made.shared.samples = 7
     position = Position(epoch=2, batch=9, step=11, eval_batch=2) if spec.head else None
-    again = (cut - 1, Position(epoch=2, batch=8, step=10)) if spec.head else None
+    oldest = (cut - 1, Position(epoch=2, batch=8, step=10)) if spec.head else None
     tensors, own = checkpoint.copy_state(made)
     tensors["random.device"] = torch.zeros(16, dtype=torch.uint8)  # as if it ran on a GPU
     progress = ModuleProgress(counts, id=cut, epoch=2, epochs_ended=1)
-    own |= document(progress, over=False, position=position, again=again)
+    own |= progress_document(progress, over=False, position=position, oldest=oldest)
     writer = checkpoint.CheckpointWriter(run, spec.module, ALL, 2, failed)
     writer.write(cut, tensors, own)
     writer.close()

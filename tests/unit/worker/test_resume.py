@@ -11,7 +11,7 @@ from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.worker import checkpoint, resume
 from dni_runtime.worker.ledger import Counts, Ledger, ModuleProgress
-from dni_runtime.worker.resume import Start, begin, document, forget_later
+from dni_runtime.worker.resume import Start, begin, forget_later, progress_document
 from dni_runtime.worker.stream import Position
 from tests.specs import float32, int64, linear, specs_of
 
@@ -34,9 +34,9 @@ def write(run: RunDir, spec: WorkerSpec, *, cut: int = 0, snapshot: int = 0, ste
         next(made.layers.parameters()).fill_(cut or snapshot)
     progress = ModuleProgress(Counts(id=cut or snapshot, step=step), epoch=2)
     position = Position(epoch=2, batch=step) if spec.head else None
-    again = (cut or snapshot, Position(epoch=2, batch=step - 1)) if spec.head else None
+    oldest = (cut or snapshot, Position(epoch=2, batch=step - 1)) if spec.head else None
     tensors, own = checkpoint.copy_state(made)
-    own |= document(progress, over=False, position=position, again=again)
+    own |= progress_document(progress, over=False, position=position, oldest=oldest)
     writer = checkpoint.CheckpointWriter(run, spec.module, ["a", "b", "c"], 2, pytest.fail)
     (writer.write if cut else writer.write_snapshot)(cut or snapshot, tensors, own)
     writer.close()

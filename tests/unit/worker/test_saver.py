@@ -52,7 +52,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
     monkeypatch.setattr(saver, "time", SimpleNamespace(monotonic=lambda: made.now_s))
     monkeypatch.setattr(saver, "copy_state", made.copy)
-    monkeypatch.setattr(saver, "document", lambda progress, **more: {"over": more["over"]})
+    monkeypatch.setattr(saver, "progress_document", lambda progress, **more: {"over": more["over"]})
     return made
 
 
