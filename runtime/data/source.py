@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -157,11 +157,16 @@ class DataSource:
             drawn_N = drawn_N[(torch.arange(count) * size + size // 2) // count]
         return drawn_N[:count].sort().values
 
-    def one_class(self) -> list[str]:
-        """Return which of ``train``, ``eval`` and ``test`` have samples of one class alone."""
+    def one_class(self, labels: Mapping[str, Tensor | None]) -> list[str]:
+        """Return which of ``train``, ``eval`` and ``test`` have samples of one class alone.
+
+        ``labels`` are those of each of :attr:`splits`, where they have been read.
+        """
         names = []
         for name, numbers_N in self._numbers.items():
-            classes_N = (self._evaluation if self._evaluates(name) else self._train).classes()
+            part = "eval" if self._evaluates(name) else "train"
+            classes_N = self.splits[part].classes()
+            classes_N = labels.get(part) if classes_N is None else classes_N
             if classes_N is None or len(numbers_N) < 2 or self.info.classes == 1:
                 continue
             used_N = classes_N[numbers_N]

@@ -91,8 +91,9 @@ def try_chain(
         made = source.splits["train"].preprocessing()
         alike = replica == 0 or made == looked.preprocessing
         looked = looked._replace(preprocessing=made if alike else None)
+        labels = dict[str, Tensor | None]()
         for part, split in source.splits.items():
-            seen = _look(part, split, data, loss, stops=stops)
+            seen, labels[part] = _look(part, split, data, loss, stops=stops)
             looked = looked.and_at(f"{seen} of {len(split)} samples ({part})")
             if chain.eval_every and not len(split):
                 warning = f"there are no samples for {_PURPOSES[part]}"
@@ -103,7 +104,7 @@ def try_chain(
                 "draws there is another one for training than for evaluation"
             )
             looked = looked._replace(warnings=(*looked.warnings, warning))
-        for part in source.one_class():
+        for part in source.one_class(labels):
             warning = f"all samples for {_PURPOSES[part]} are of one class"
             looked = looked._replace(warnings=(*looked.warnings, warning))
         parts = ("train", "eval")
@@ -125,15 +126,21 @@ def _yes() -> bool:
     return True
 
 
-def _look(part: str, split: Split, data: DataSpec, loss: ChainLoss, *, stops: bool) -> int:
-    """Look at the samples of a split; return their number, which may be the first ones only."""
+def _look(
+    part: str, split: Split, data: DataSpec, loss: ChainLoss, *, stops: bool
+) -> tuple[int, Tensor | None]:
+    """Look at the samples of a split; return how many, and if all, their classes if they have any.
+
+    They may be the first ones only.
+    """
     x_name, y_name = (
         f"{kind}_{part}" if data.dataset == "npz" else f"{data.dataset}, {part}: {what} "
         for kind, what in (("x", "sample"), ("y", "label"))
     )
-    seen = 0
+    seen, labels = 0, list[Tensor]()
     for order_B, xs, y_BY in _read(split):
         seen += len(order_B) if xs else 0
+        labels.append(y_BY)
         for x in xs if stops else ():
             for row, *inner in (~x.isfinite()).nonzero()[:1].tolist():
                 raise DataError(
@@ -141,7 +148,9 @@ def _look(part: str, split: Split, data: DataSpec, loss: ChainLoss, *, stops: bo
                     hint="correct it or leave it out; 'on_nan: skip' skips batches that have one",
                 )
         loss.check_labels(y_BY, y_name, order_B)
-    return seen if split.slow else len(split)
+    seen = seen if split.slow else len(split)
+    whole = labels and seen == len(split) and loss.class_axis is not None
+    return seen, torch.cat(labels) if whole else None
 
 
 def _read(split: Split) -> Iterator[tuple[Tensor, tuple[Tensor, ...], Tensor]]:

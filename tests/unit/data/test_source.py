@@ -157,7 +157,7 @@ def test_samples_that_are_not_all_used_are_drawn(
     again = source(samples, 60, **keywords)
     assert (read(again.eval_batches()), read(again.train_batches(1))) == (evaluated, train)
     alone = {"train": train, "eval": evaluated, "test": tested}
-    assert one.one_class() == [name for name, some in alone.items() if classes == 1 < len(some)]
+    assert one.one_class({}) == [name for name, some in alone.items() if classes == 1 < len(some)]
 
 
 def test_another_seed_draws_other_samples() -> None:

@@ -340,3 +340,41 @@ def test_samples_of_one_class_are_warned_about(check: Callable[..., CheckedChain
     looked = check(y=np.sort(Y), data="validation: 4, shuffle: false").looked  # the last four
     assert looked is not None
     assert looked.warnings[0] == "all samples for evaluation are of one class"
+
+
+IN_ORDER = """\
+import torch
+
+class InOrder(torch.utils.data.Dataset):  # it does not tell its classes
+    def __init__(self, train, count):
+        self.count = count
+    def __len__(self):
+        return self.count
+    def __getitem__(self, index):
+        return torch.ones(6) * index, index // 40
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "data", "loss", "parts"),
+    [
+        (40, "", "CrossEntropyLoss", ["training", "evaluation"]),
+        (80, "", "CrossEntropyLoss", []),
+        (80, "shuffle: false, eval_limit: 8", "CrossEntropyLoss", ["evaluation"]),
+        (40, "", "MSELoss", []),  # its labels are numbers
+    ],
+)
+def test_one_class_is_found_where_all_samples_are_read(
+    count: int, data: str, loss: str, parts: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "in_order.py").write_text(IN_ORDER)
+    last = ONE if loss == "MSELoss" else {}
+    text = CHAIN.format(**SETTINGS | last | {"data": data, "loss": loss})
+    path = tmp_path / "chain.yaml"
+    own = f"'in_order:InOrder', args: {{count: {count}}}"
+    path.write_text(text.replace("npz, path: data.npz", own))
+    looked = prepare(path).looked
+    assert looked is not None
+    assert [one for one in looked.warnings if "one class" in one] == [
+        f"all samples for {part} are of one class" for part in parts
+    ]
