@@ -40,7 +40,7 @@ def _files(template: str, path: Path) -> dict[Path, str]:
     "--template", "-t", type=click.Choice(_templates()), default="mlp", show_default=True,
     help="What to start from.",
 )  # fmt: skip
-@click.argument("path", type=options.PATH, default=Path("chain.yaml"), metavar="[options.PATH]")
+@click.argument("path", type=options.PATH, default=Path("chain.yaml"), metavar="[PATH]")
 def init(template: str, path: Path) -> None:
     """Write a first chain file to PATH (chain.yaml).
 

@@ -28,6 +28,8 @@ def test_every_command_has_help_with_an_example(name: str, dnictl: Dnictl) -> No
     if not command.hidden and not isinstance(command, click.Group):
         assert "Example" in result.out
         assert "dnictl " in result.out.split("Example", 1)[1]
+    for one in command.params:
+        assert "options." not in str(one.metavar), "a name of the code"
 
 
 def test_aliases_name_the_command(dnictl: Dnictl) -> None:
