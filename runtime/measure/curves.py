@@ -40,7 +40,8 @@ def draw_curves(title: str, panels: Sequence[Panel]) -> Figure:
             axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         if panel.best is not None:
             axes.plot(*panel.best, marker="*", markersize=10, color="tab:red", linestyle="")
-            axes.annotate("best", panel.best, textcoords="offset points", xytext=(4, 6))
+            axes.margins(y=0.15)  # the word stays within the frame
+            axes.annotate("best", panel.best, (0, 6), textcoords="offset points", ha="center")
         axes.grid(alpha=0.3)
         if number == 1 and len(panel.curves) > 1:  # below, where it hides no curve
             columns = min(len(panel.curves), 2 * len(panels))

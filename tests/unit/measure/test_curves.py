@@ -32,7 +32,12 @@ def test_epochs_are_whole_and_the_best_is_marked() -> None:
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
     _, star = axes.lines
     assert (star.get_marker(), [*star.get_xydata()[0]]) == ("*", [2.0, 0.9])
-    assert [one.get_text() for one in axes.texts] == ["best"]
+    (word,) = axes.texts
+    assert word.get_text() == "best"
+    figure.draw_without_rendering()
+    inside, text = axes.get_window_extent(), word.get_window_extent()
+    assert inside.x0 < text.x0 < text.x1 < inside.x1
+    assert inside.y0 < text.y0 < text.y1 < inside.y1, "the highest point is that of the best"
     assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
 
 
