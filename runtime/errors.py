@@ -31,6 +31,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar
 
 LASTING = frozenset({64, 65, 66, 68, 69, 72, 74, 76, 78, 79, 126, 127})
@@ -251,6 +252,11 @@ def with_causes(error: BaseException) -> str:
 
 _OURS = "dnictl", "dni_runtime"
 _EXITING = "click", "argparse", "rich"  # they exit for whoever calls them
+
+
+def unreadable(file: Path, error: Exception) -> str:
+    """Return what is wrong with a file, which is named once."""
+    return f"{str(file)!r} cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
 def exited(error: SystemExit) -> SpecError | None:

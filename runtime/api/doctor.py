@@ -201,7 +201,9 @@ def _libraries() -> Iterator[Check]:
         import torch
     except Exception as error:  # a broken torch fails in many ways
         problem = f"{type(error).__name__}: {error}"
-        yield Check("torch", "missing", problem, "always", "pip install torch")
+        lacks = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        hint = "pip install torch" if lacks else "install a build of torch that fits this machine"
+        yield Check("torch", "missing", problem, "always", hint)
         return
     build = torch.version.cuda or torch.version.hip
     kind = f"CUDA {build}" if torch.version.cuda else f"ROCm {build}" if build else "CPU only"

@@ -23,7 +23,7 @@ from dni_runtime.core.chain import data_of
 from dni_runtime.core.finite import state_finite
 from dni_runtime.core.layers import build_layers, exported
 from dni_runtime.core.training import empty_batch
-from dni_runtime.errors import DataError, DivergedError, SpecError, UsageError
+from dni_runtime.errors import DataError, DivergedError, SpecError, UsageError, unreadable
 from dni_runtime.files import pinned, write_atomic
 from dni_runtime.network.piece import tie
 from dni_runtime.spec import LayerSpec, Preprocessing, TensorSpec, WorkerSpec
@@ -261,13 +261,12 @@ def read_header(file: Path) -> ExportHeader:
     try:
         with safe_open(file, framework="pt") as reader:
             return ExportHeader.model_validate_json((reader.metadata() or {})[METADATA])
-    except KeyError:
+    except (KeyError, OSError, SafetensorError, ValidationError) as error:
+        why = "it has tensors alone" if isinstance(error, KeyError) else error
         raise DataError(
-            f"{str(file)!r} was not written by 'dnictl export': it has tensors, and no network",
-            hint="without --state-dict, 'dnictl export' writes the network, too",
+            f"{str(file)!r} has no network that 'dnictl export' wrote: {why}",
+            hint="without --state-dict 'dnictl export -o NAME.safetensors' writes the network",
         ) from None
-    except (OSError, SafetensorError, ValidationError) as error:
-        raise DataError(f"{str(file)!r} was not written by 'dnictl export': {error}") from None
 
 
 def _build(description: ExportHeader) -> nn.Module:
@@ -306,7 +305,7 @@ def read_tensors(file: Path, prefix: str) -> dict[str, Tensor]:
             keys: list[Any] = [key for key in reader.keys() if key.startswith(prefix)]  # noqa: SIM118
             return {key.removeprefix(prefix): reader.get_tensor(key) for key in keys}
     except (OSError, SafetensorError) as error:
-        raise DataError(f"{str(file)!r} cannot be read: {error}") from None
+        raise DataError(unreadable(file, error)) from None
 
 
 def connect(

@@ -263,6 +263,8 @@ def check_metrics(
 
 
 def _build(choice: Choice, location: Location) -> Any:
+    if choice.name == "loss":
+        raise SpecError("the loss is always measured", location=location, hint="leave it out")
     known = _torchmetrics()
     if not known:
         raise SpecError(

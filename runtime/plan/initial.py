@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dni_runtime.core.export import AVERAGE_PREFIX, LAYERS_PREFIX, METADATA, ExportHeader
 from dni_runtime.core.layers import tensors_of
-from dni_runtime.errors import CheckpointError, DataError, SpecError
+from dni_runtime.errors import CheckpointError, DataError, SpecError, unreadable
 from dni_runtime.files import pinned, write_atomic
 from dni_runtime.run.cuts import choose_cut, tensors_file
 from dni_runtime.run.record import Record
@@ -161,7 +161,7 @@ def _header(
             return shapes, None if text is None else ExportHeader.model_validate_json(text)
     except (OSError, SafetensorError, ValidationError) as error:
         raise SpecError(
-            f"{str(file)!r} cannot be read: {error}",
+            unreadable(file, error),
             location=at,
             hint="use a run directory, an exported file, or a state dict (.safetensors, .pt)",
         ) from None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dni_runtime.core.forward import as_inputs
 from dni_runtime.data import describe, open_data, with_defaults
-from dni_runtime.errors import SpecError, UsageError
+from dni_runtime.errors import SpecError, UsageError, unreadable
 from dni_runtime.network.source import built_once
 from dni_runtime.plan.prepare import CheckedChain, importing_from, prepare
 from dni_runtime.resolve.describe import with_frozen
@@ -132,7 +132,7 @@ def settings_of(path: Path) -> dict[str, Any]:
     try:
         document = parse_yaml(path.read_text("utf-8"), str(path))[0]
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{str(path)!r} cannot be read: {error}") from None
+        raise SpecError(unreadable(path, error)) from None
     if not isinstance(document, dict):
         raise SpecError(f"{str(path)!r} is not a chain file")
     return {key: value for key, value in document.items() if key != "network"}

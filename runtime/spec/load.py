@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dni_runtime.errors import SpecError
+from dni_runtime.errors import SpecError, unreadable
 from dni_runtime.spec.data import DataSpec, LabelsSpec
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.named import TAG, WORDS, Choice, LayerSpec
@@ -94,13 +94,12 @@ def load_chain(path: str | Path) -> ChainSpec:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (OSError, UnicodeDecodeError) as error:
+        missing = isinstance(error, FileNotFoundError)
         raise SpecError(
-            f"there is no file {str(path)!r}",
+            f"there is no file {str(path)!r}" if missing else unreadable(path, error),
             hint="give the path of your chain file, or create one with 'dnictl init'",
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{str(path)!r} cannot be read: {error}") from None
     return parse_chain(text, file=str(path))
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dni_runtime.core.optimization import freeze
-from dni_runtime.errors import DataError, DniError, SpecError, UsageError
+from dni_runtime.errors import DataError, DniError, SpecError, UsageError, unreadable
 from dni_runtime.network.source import (
     WRAPPED,
     NetworkSpec,
@@ -297,7 +297,7 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
             return load_file(file)
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        raise DataError(f"{str(file)!r} cannot be read: {error}") from None
+        raise DataError(unreadable(file, error)) from None
     except Exception as error:  # torch's unpickler
         raise DataError(
             f"{str(file)!r} is refused: {str(error).splitlines()[0]}",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dni_runtime.errors import SpecError, UsageError
+from dni_runtime.errors import SpecError, UsageError, unreadable
 from dni_runtime.spec.load import explain_details, explained, parse_yaml, suggestion
 from dni_runtime.spec.profile import ProfileSpec
 
@@ -44,7 +44,7 @@ def load_profile(name: str | None) -> ProfileSpec:
     try:
         return parse_profile(path.read_text(encoding="utf-8"), file=str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"the profile cannot be read: {error}", file=str(path)) from None
+        raise SpecError(unreadable(path, error)) from None
 
 
 def override(profile: ProfileSpec, settings: Mapping[str, str | None]) -> ProfileSpec:

@@ -108,15 +108,22 @@ def test_a_torch_that_does_not_load_is_no_bug(broken: str, told: str, tmp_path: 
     (tmp_path / "torch" / "inner.py").write_text("raise RuntimeError('compiled for another numpy')")
     chain = tmp_path / "chain.yaml"
     chain.write_text((files("dni_runtime.definitions") / "chains" / "mlp.yaml").read_text())
-    done = subprocess.run(
-        [sys.executable, "-m", "dnictl", "validate", chain],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 69
-    assert done.stderr.startswith("dnictl: error: torch cannot be loaded here: ")
-    assert told in done.stderr
-    assert "'dnictl doctor'" in done.stderr
+
+    def said(*arguments: str | Path) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "dnictl", *arguments],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 69
+        assert told in done.stderr + done.stdout
+        assert "install a build of torch that fits this machine" in done.stderr + done.stdout
+        return done.stderr
+
+    validated = said("validate", chain)
+    assert validated.startswith("dnictl: error: torch cannot be loaded here: ")
+    assert "'dnictl doctor'" in validated
+    said("doctor")
 
 
 def test_a_file_that_hides_a_package_is_no_bug(tmp_path: Path) -> None:

@@ -137,7 +137,9 @@ def test_an_exported_file(dnictl: Dnictl, run: Checkpointed, folder: Path) -> No
     (folder / "m.md").write_text("my own notes")
     run.export(folder / "m.pt", state_dict=True)
     run.export(folder / "s.safetensors", state_dict=True)
-    assert "without --state-dict" in dnictl("predict", "s.safetensors", "--data", "digits").err
+    for weights in ("s.safetensors", "s.pt"):
+        dnictl("export", "--state-dict", "-o", weights)
+        assert "without --state-dict" in dnictl("predict", weights, "--data", "digits").err
     assert (folder / "m.md").read_text() == "my own notes"
     x, y = torch.randn(30, 64), torch.arange(30) % 10
     train, new = {"x_train": x[:8], "y_train": y[:8]}, {"x_eval": x[8:], "y_eval": y[8:]}

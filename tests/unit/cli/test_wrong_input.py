@@ -134,6 +134,9 @@ WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
     "no file": (
         None, ("up", "nothing.yaml"), 78, ["there is no file 'nothing.yaml'", "dnictl init"],
     ),
+    "a folder for a chain file": (
+        None, ("validate", "."), 78, ["'.' cannot be read: Is a directory\n  → give the path of"],
+    ),
     "a host twice": (None, (*UP, "--hosts", "a,a"), 64, ["'a'"]),
     "a sweep of nothing": (None, ("sweep", "chain.yaml"), 64, ["no setting is named", "lr=1e-3"]),
     "a sweep of two chains": (None, ("sweep", "chain.yaml", "b.yaml"), 64, ["'b.yaml' is not"]),

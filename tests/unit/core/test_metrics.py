@@ -183,6 +183,7 @@ NUMBERS = INFO.model_copy(update={"label": float32(4), "classes": None})
     ("metrics", "path", "words"),
     [
         ("[acuracy]", "metrics[0]", "did you mean 'accuracy'"),
+        ("[loss, accuracy]", "metrics[0]", "leave it out"),
         ("[mse]", "metrics[0]", "compares numbers"),
         ("[accuracy, F1Scor]", "metrics[1]", "did you mean 'F1Score'"),
         ("[accuracy, accuracy]", "metrics[1]", "duplicate"),

@@ -152,7 +152,7 @@ def _written(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ("init: {file: nothing.safetensors}", "cannot be read"),
+        ("init: {file: nothing.safetensors}", "cannot be read: No such file or directory\n"),
         ("init: {file: .}", "is not a run directory"),
         ("init: {file: model.safetensors}", "has no 'a.0.weight', for '0.weight' of module 'a'"),
         ('init: {file: model.safetensors, names: {"0": net.stm}}', "did you mean 'net.stem.weig"),
