@@ -66,6 +66,8 @@ def write_card(record: Record, cut: int, file: Path, *, state_dict: bool = False
         f"Python {record.versions.python}",
         "exported with": f"dni-runtime {__version__}, torch {torch.__version__}",
     }
+    if chain.network is not None:
+        rows["network"] = chain.network["import"]
     trust = ""
     for worker in workers:
         if any(":" in kind or kind == "Piece" for layer in worker.layers for kind in layer.types):

@@ -54,6 +54,7 @@ def train_split(site: Site, monkeypatch: pytest.MonkeyPatch, backend: str) -> No
         site.run("build")
     site.run("up", "--backend", backend)
     site.run("export", "--state-dict", "-o", "trained.pt")
+    assert "| network | words:Model |" in (site.folder / "trained.md").read_text()
     found = torch.load("trained.pt", weights_only=True)
 
     is_plain(site.folder, found, STEPS)
