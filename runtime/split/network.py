@@ -298,9 +298,9 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise DataError(unreadable(file, error)) from None
-    except Exception as error:  # torch's unpickler
+    except Exception:  # torch's unpickler, which advises to trust the file
         raise DataError(
-            f"{str(file)!r} is refused: {str(error).splitlines()[0]}",
+            f"{str(file)!r} is refused: it has more than tensors, or is none of torch.save's",
             hint="save a state dict: torch.save(model.state_dict(), file)",
         ) from None
     if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
