@@ -140,7 +140,7 @@ def _look(
     seen, labels = 0, list[Tensor]()
     for order_B, xs, y_BY in _read(split):
         seen += len(order_B) if xs else 0
-        labels.append(y_BY)
+        labels += [y_BY] if y_BY.ndim == 1 else []
         for x in xs if stops else ():
             for row, *inner in (~x.isfinite()).nonzero()[:1].tolist():
                 raise DataError(
