@@ -57,6 +57,8 @@ REASONS: dict[str, set[str]] = {
     "does not keep its argument": {"encoder", "encoder-drops"},
     "tied weights of .* the smallest training batch": {"unequal batches", "micro-batches"},
     "has no gradient for module": _CUTS,
+    "the output of module '.*' has no gradient": _CUTS,
+    "needs other values in eval mode than in train mode": {"noise"},
     "it decides by the value of a tensor": {"batch-norm-mean"},
     "is in eval mode, and ": {"still"},
     "the memory of .* is that of .*, but its own in what workers build": {"again"},
@@ -205,8 +207,9 @@ def _torch_refuses_a_module(case: Case, name: str, folder: Path) -> bool:
     net, total = plain_network(case, nets), [torch.zeros(())]
     ends = net.children() if case.way == "modules" else map(net.get_submodule, case.at or ())
 
-    def add(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
-        total.append(output.sum())
+    def add(_layer: nn.Module, _inputs: Any, output: Any) -> None:
+        several = output if isinstance(output, tuple) else (output,)
+        total.extend(one.sum() for one in several if isinstance(one, Tensor))
 
     for module in ends:
         module.register_forward_hook(add)
