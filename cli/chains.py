@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 def _templates() -> list[str]:
-    folder = files("dni_runtime.definitions") / "chains"
-    names = (entry.name for entry in folder.iterdir())
+    names = (entry.name for entry in (files("dni_runtime.definitions") / "chains").iterdir())
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
@@ -161,8 +160,7 @@ def graph(chain: Path, data: Path | None, kind: str) -> None:
     from dni_runtime.resolve.resolve import parameter_counts
 
     workers = prepare(chain, data=data, tries=False).workers
-    draw = _mermaid if kind == "mermaid" else _text
-    for line in draw(workers, parameter_counts(workers)):
+    for line in (_mermaid if kind == "mermaid" else _text)(workers, parameter_counts(workers)):
         click.echo(line)
 
 
@@ -173,9 +171,8 @@ def _says(worker: WorkerSpec, counts: dict[str, int]) -> str:
 
 
 def _carries(edge: EdgeSpec) -> str:
-    return " + ".join(map(str, edge.outputs or ((edge.tensor,) if edge.tensor else ()))) + (
-        " + data" * bool(edge.data)
-    )
+    tensors = edge.outputs or ((edge.tensor,) if edge.tensor else ())
+    return " + ".join([*map(str, tensors), *(["data"] if edge.data else [])])
 
 
 def _text(workers: Sequence[WorkerSpec], counts: dict[str, int]) -> Iterator[str]:
@@ -183,7 +180,7 @@ def _text(workers: Sequence[WorkerSpec], counts: dict[str, int]) -> Iterator[str
         yield f"{worker.module}  ({_says(worker, counts)})"
         for edge in worker.targets:
             mark = "└" if edge is worker.targets[-1] else "├"
-            yield f"  {mark}─ {_carries(edge).removeprefix(' + ')} → {edge.target}"
+            yield f"  {mark}─ {_carries(edge)} → {edge.target}"
 
 
 def _mermaid(workers: Sequence[WorkerSpec], counts: dict[str, int]) -> Iterator[str]:
@@ -192,8 +189,7 @@ def _mermaid(workers: Sequence[WorkerSpec], counts: dict[str, int]) -> Iterator[
         yield f'  {worker.module}["{worker.module}<br>{_says(worker, counts)}"]'
     for worker in workers:
         for edge in worker.targets:
-            carried = _carries(edge).removeprefix(" + ")
-            yield f'  {worker.module} -->|"{carried}"| {edge.target}'
+            yield f'  {worker.module} -->|"{_carries(edge)}"| {edge.target}'
 
 
 @click.command()

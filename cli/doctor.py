@@ -98,11 +98,10 @@ def doctor(
     document = {"backend": backend, "ready": backend in ready, "backends": ready, **found}
     if backend in ready:
         answer(document, f"\nready for: {', '.join(ready)}")
-    else:
-        problems = ", ".join(lacking[backend])
-        answer(document, f"\nthe {backend} backend cannot be used here: see {problems}")
-    if backend not in ready:
-        sys.exit(UnavailableError.exit_code)
+        return
+    problems = ", ".join(lacking[backend])
+    answer(document, f"\nthe {backend} backend cannot be used here: see {problems}")
+    sys.exit(UnavailableError.exit_code)
 
 
 @click.command()
@@ -120,8 +119,7 @@ def version() -> None:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    lines = "\n".join(f"{name} {value}" for name, value in versions.items())
-    answer(versions, lines)
+    answer(versions, "\n".join(f"{name} {value}" for name, value in versions.items()))
 
 
 @click.command()

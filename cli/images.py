@@ -49,15 +49,13 @@ def build(
     chain: Path,
     out: Path,
     data: Path | None,
-    full: bool,
     sign: bool,
     key: Path | None,
-    force: bool,
-    locked: bool,
     oci: Path | None,
     notest: bool,
     dry_run: bool,
     verbose: bool,
+    **flags: bool,
 ) -> None:
     """Build the images that are out of date, one for each module.
 
@@ -84,12 +82,10 @@ def build(
         out=out.absolute(),
         cache=cache_folder(),
         folder=prepared.base.absolute(),
-        full=full,
-        force=force,
         test=not notest,
         sign=sign or key is not None,
         key=key,
-        locked=locked,
+        **flags,
     )
     with naming_file(chain):
         if dry_run:
@@ -216,8 +212,7 @@ def _show_result(result: BuildResult, out: Path) -> None:
         return
     for entry in result.lock.modules.values():
         click.echo(str(out / entry.image))
-    total = len(result.lock.modules)
-    tell(f"{len(result.built)} of {total} images built, see {result.path}")
+    tell(f"{len(result.built)} of {len(result.lock.modules)} images built, see {result.path}")
 
 
 @contextmanager
@@ -244,12 +239,9 @@ def _reporting(verbose: bool) -> Iterator[Reporter]:
             text = escape(step.text[: max(20, console.width - 28)])
             if step.subject not in tasks:
                 tasks[step.subject] = bars.add_task(text, total=1, subject=step.subject)
-            task = tasks[step.subject]
-            if step.state in ("done", "same"):
-                note = "" if step.state == "done" else " (up to date)"
-                bars.update(task, description=text + note, completed=1)
-            else:
-                bars.update(task, description=f"[dim]{text}[/]" if step.state == "line" else text)
+            forms = {"line": f"[dim]{text}[/]", "same": f"{text} (up to date)"}
+            shown, ended = forms.get(step.state, text), step.state in ("done", "same")
+            bars.update(tasks[step.subject], description=shown, completed=1 if ended else None)
 
         yield report
 

@@ -88,14 +88,13 @@ def logs(
     from dni_runtime.run.documents.state import RunState
 
     run, modules = _whose(names, runs)
-    write = _json_line if json_wanted() else _printer(modules)
+    write = _printer(modules)
     followers: dict[Path, Follower] = {}
 
     def look(*, all_of_it: bool) -> Iterator[LogLine]:
         state = RunState.read(run.directory)
         for module in modules:
-            known = state.modules.get(module)
-            report = known or Report.read(run.directory.worker(module))
+            report = state.modules.get(module) or Report.read(run.directory.worker(module))
             latest = attempt or report.attempt or 1
             path = (
                 run.directory.supervisor_log
@@ -146,14 +145,13 @@ def _printer(modules: Sequence[str]) -> Callable[[LogLine], None]:
     shown = printable if sys.stdout.isatty() else str  # a file keeps the log as it is
 
     def write(line: LogLine) -> None:
+        if json_wanted():
+            click.echo(json_text(asdict(line)))
+            return
         prefix = f"{line.module:{width}} | " if len(modules) > 1 else ""
         click.echo(click.style(prefix, fg=colours[line.module]) + shown(line.line))
 
     return write
-
-
-def _json_line(line: LogLine) -> None:
-    click.echo(json_text(asdict(line)))
 
 
 @click.command()

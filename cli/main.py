@@ -140,8 +140,7 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError, ValueError):
-            text = printable(record.getMessage())
-            click.secho(f"warning: {text}", err=True, fg="yellow")
+            click.secho(f"warning: {printable(record.getMessage())}", err=True, fg="yellow")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

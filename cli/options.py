@@ -195,11 +195,6 @@ run_dir = click.option(
 )
 
 
-def trusted() -> bool:
-    """Whether --trust was given."""
-    return bool(noted("trust"))
-
-
 def flags_given(*names: str) -> list[str]:
     """Return the flags of those options of these names that the user has given."""
     context = click.get_current_context()
@@ -280,7 +275,7 @@ def chosen_run(name: str | None, runs: Path) -> Run:
     """Return the run of this name, trusted with --trust; by default the user's latest."""
     from dni_runtime.api.run import Run
 
-    return Run.find(name, runs, trust=trusted())
+    return Run.find(name, runs, trust=bool(noted("trust")))
 
 
 def of_run(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -296,11 +291,7 @@ def of_run(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def of_new_run(command: _Command) -> _Command:
     """Add CHAIN, and the options of each new run, whose values :func:`new_run` takes."""
-    of_all = (
-        chain, backend, name, run_dir, runs, images,
-        data, log_level,
-    )  # fmt: skip
-    for option in reversed(of_all):
+    for option in (log_level, data, images, runs, run_dir, name, backend, chain):
         command = option(command)
     return command
 

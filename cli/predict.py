@@ -10,7 +10,7 @@ import click
 from dni_runtime.errors import UsageError
 from dnictl import options
 from dnictl.show import number
-from dnictl.terminal import answered
+from dnictl.terminal import answered, noted
 
 if TYPE_CHECKING:
     from dni_runtime.measure.predictions import Predictions
@@ -65,7 +65,7 @@ def predict(
         if cut is not None:
             raise UsageError("--from is for runs", hint=f"{target!r} is a file")
         document["model"] = target
-        found = predict_model(Path(target), others, trust=options.trusted())
+        found = predict_model(Path(target), others, trust=bool(noted("trust")))
     else:
         its = options.chosen_run(target, runs)
         document["run"], document["checkpoint"] = its.name, its.choose_cut(cut)

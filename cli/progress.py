@@ -135,9 +135,6 @@ def _picture(figures: RunFigures) -> RenderableType:
     if figures.state == "stalled":
         head.append(printable(f"\n{figures.error}"), "red")
     line = Table.grid(padding=(0, 2))
-    cells: list[RenderableType] = [Text(chain_line(figures))]
-    if figures.total_steps:
-        done = ProgressBar(total=figures.total_steps, completed=figures.step or 0, width=20)
-        cells.insert(0, done)
-    line.add_row(*cells)
+    bar = ProgressBar(total=figures.total_steps, completed=figures.step or 0, width=20)
+    line.add_row(*([bar] if figures.total_steps else []), Text(chain_line(figures)))
     return Group(head, modules_table(figures), line)

@@ -89,8 +89,7 @@ def restart(module: str, run: Run) -> None:
       dnictl restart lower
     """
     run.restart(module)
-    line = f"{run.name}: {module} restarts after a checkpoint"
-    answer({"run": run.name, "module": module}, line)
+    answer({"run": run.name, "module": module}, f"{run.name}: {module} restarts after a checkpoint")
 
 
 @click.command()
@@ -123,8 +122,7 @@ def scale(changes: tuple[str, ...], runs: Path) -> None:
     its = options.chosen_run(names[0] if names else None, runs)
     replicas = its.scale(its.balancing_replicas() if auto else counts, balanced=auto)
     listed = ", ".join(f"{name}: {count}" for name, count in replicas.items())
-    line = f"{its.name}: replicas wanted: {listed}"
-    answer({"run": its.name, "replicas": replicas}, line)
+    answer({"run": its.name, "replicas": replicas}, f"{its.name}: replicas wanted: {listed}")
 
 
 @click.command()

@@ -11,7 +11,7 @@ import click
 from dni_runtime.errors import UsageError
 from dnictl import options
 from dnictl.show import console, modules_table
-from dnictl.terminal import answered, printable, tell
+from dnictl.terminal import answered, noted, printable, tell
 
 if TYPE_CHECKING:
     from dni_runtime.serving.documents import ServiceState, What
@@ -136,7 +136,7 @@ def serve(source: str | None, runs: Path, name: str | None, **values: Any) -> No
         backend=values["backend"],
         images=values["images"].absolute(),
         hosts=values["hosts"],
-        trust=options.trusted(),
+        trust=bool(noted("trust")),
         **how,
         http=_http(folder.name, values),
     )
@@ -171,8 +171,7 @@ def _chosen(source: str | None, runs: Path, choice: str | None) -> tuple[Path, i
             raise UsageError("--from is for runs", hint=f"{source!r} is a file")
         return Path(source).absolute(), None
     its = options.chosen_run(source, runs)
-    cut = its.choose_cut(choice)
-    return its.directory.root, cut
+    return its.directory.root, its.choose_cut(choice)
 
 
 def _http(name: str, values: dict[str, Any]) -> HttpSettings:

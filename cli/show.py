@@ -21,21 +21,14 @@ if TYPE_CHECKING:
 Row = TypeVar("Row")
 _WIDE = 400
 
-STYLES = {
-    "running": "green",
-    "finished": "green",
-    "queued": "yellow",
-    "starting": "yellow",
-    "connecting": "yellow",
-    "inactive": "dim",
-    "restarting": "yellow",
-    "stalled": "bold red",
-    "unsupervised": "bold yellow",
-    "stopping": "yellow",
-    "stopped": "yellow",
-    "failed": "bold red",
-    "lost": "bold red",
+_WORDS = {
+    "green": "running finished",
+    "yellow": "queued starting connecting restarting stopping stopped",
+    "bold yellow": "unsupervised",
+    "bold red": "stalled failed lost",
+    "dim": "inactive",
 }
+STYLES = {word: style for style, words in _WORDS.items() for word in words.split()}
 
 
 def shown(value: Any) -> str:
@@ -230,10 +223,8 @@ def waits(waiting: Mapping[str, float]) -> str:
 
 def evaluation(result: Evaluation) -> list[str]:
     """Return an evaluation's loss and, if it has one, accuracy."""
-    parts = [f"loss {number(result.loss)}"]
-    if result.accuracy is not None:
-        parts.insert(0, f"accuracy {percent(result.accuracy)}")
-    return parts
+    accuracy = [] if result.accuracy is None else [f"accuracy {percent(result.accuracy)}"]
+    return [*accuracy, f"loss {number(result.loss)}"]
 
 
 def chain_line(figures: RunFigures) -> str:

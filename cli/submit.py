@@ -242,8 +242,7 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
         quantity("work", text=partial(percent, digits=0)),
     ]
     print_table(columns, rows)
-    nodes = sorted({row["node"] for row in rows})
-    for node in nodes:
+    for node in sorted({row["node"] for row in rows}):
         share = sum(row["work"] for row in rows if row["node"] == node)
         names = ", ".join(row["module"] for row in rows if row["node"] == node)
         click.echo(f"node {node}: {percent(share, 0)} of the work ({names})", err=True)
