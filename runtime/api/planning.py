@@ -84,8 +84,7 @@ def plan_run(prepared: CheckedChain, settings: StartSettings) -> PlannedRun:
     looked = () if prepared.looked is None else prepared.looked.warnings
     site = replace(site, notices=(*(f"warning: {one}" for one in looked), *site.notices))
     request = StartRequest(prepared.chain, prepared.replicas, settings, site, prepared.front)
-    plan = SCHEDULERS[settings.scheduler].plan(request)
-    return PlannedRun(prepared, settings, site, plan)
+    return PlannedRun(prepared, settings, site, SCHEDULERS[settings.scheduler].plan(request))
 
 
 def plan_again(

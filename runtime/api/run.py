@@ -342,8 +342,7 @@ class Run(Checkpointed):
         Raises:
             UsageError: A module has measured nothing yet, or no number of replicas can change.
         """
-        elastic = self.record.specs()[1][0].elastic
-        return balance_of(self.directory, self.modules, elastic)
+        return balance_of(self.directory, self.modules, self.record.specs()[1][0].elastic)
 
     def serve(
         self,
@@ -572,6 +571,5 @@ def runs_in(folder: Path | str, chain: str | None = None) -> list[tuple[Run, Run
         folder: The folder.
         chain: Only the runs of the chain of this name.
     """
-    records = list_runs(Path(folder))
-    runs = [Run(record) for record in records if chain in (None, record.chain)]
+    runs = [Run(record) for record in list_runs(Path(folder)) if chain in (None, record.chain)]
     return list(zip(runs, read_states([run.directory for run in runs]), strict=True))

@@ -99,7 +99,8 @@ class Service:
         self._gone: tuple[Version, ...] = ()
         self._former: Version | None = None  # the default before this one
         former = ServiceState.peek(state_of(folder))
-        self._number = 0 if former is None else max(map(_number, former.versions), default=0)
+        numbers = [] if former is None else [int(version.name) for version in former.versions]
+        self._number = max(numbers, default=0)
         self._server: Server | None = None
         self._state = ServiceState(
             name=folder.name,
@@ -163,14 +164,14 @@ class Service:
             self._write(order=order.id, error=error)
 
     def _carry_out(self, order: Order) -> None:
-        active, canary = self._of("ready"), self._canary
+        active = self._of("ready")
+        canary = active[1] if len(active) > 1 else None  # it gets a part of the requests
         if any(one.version.state == "starting" for one in self._deployments.values()):
             raise UsageError("a version is being started", hint="wait for it, or stop the service")
         if order.what == "update":
             self._update(order)
         elif canary is not None:
-            winner = canary if order.what == "promote" else active[0]
-            self._prefer(winner)
+            self._prefer(canary if order.what == "promote" else active[0])
             self._answer(order, None)
         elif order.what == "promote":
             raise UsageError("there is no canary", hint="start one: --update NEW --canary 10")
@@ -179,12 +180,6 @@ class Service:
                 raise UsageError("there is no version before this one")
             changes = {"source": self._former.source, "cut": self._former.cut}
             self._update(order.model_copy(update=changes))
-
-    @property
-    def _canary(self) -> Deployment | None:
-        """The version that gets a part of the requests, if there is one."""
-        ready = self._of("ready")
-        return ready[1] if len(ready) > 1 else None
 
     def _of(self, state: str) -> list[Deployment]:
         """The versions in a state, in their order: the first ready one is the default."""
@@ -290,7 +285,3 @@ class Service:
     @property
     def _cut(self) -> str:
         return f"requests were cut off that had no answer after {self._settings.drain_s:g} s"
-
-
-def _number(version: Version) -> int:
-    return int(version.name)

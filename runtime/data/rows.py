@@ -137,8 +137,7 @@ class UserSplit(Split):
         if isinstance(batch, Mapping):
             keys = self._labels(batch)
             rest = {key: value for key, value in batch.items() if key not in keys}
-            labels = tuple(batch[key] for key in keys)
-            return (nothing if self._half else rest), labels
+            return (nothing if self._half else rest), tuple(batch[key] for key in keys)
         if self._half == "labels":
             return nothing, batch
         if not isinstance(batch, list | tuple) or len(batch) < 2:

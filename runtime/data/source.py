@@ -237,8 +237,7 @@ class DataSource:
         if not len(numbers_N):
             return part, ()
         if self._spec.streams:
-            orders_B = _dealt(numbers_N, min(len(numbers_N), self._spec.eval_size))
-            return part, orders_B
+            return part, _dealt(numbers_N, min(len(numbers_N), self._spec.eval_size))
         return part, torch.split(numbers_N, self._spec.eval_size)
 
     def _evaluates(self, split: str) -> bool:

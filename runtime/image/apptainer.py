@@ -96,16 +96,6 @@ class Apptainer:
     def __str__(self) -> str:
         return f"{self.name} {'.'.join(map(str, self.version))}"
 
-    @property
-    def has_no_eval(self) -> bool:
-        """Whether it has ``--no-eval`` (Apptainer 1.1, SingularityCE 3.10)."""
-        return self.version >= ((1, 1, 0) if self.name == "apptainer" else (3, 10, 0))
-
-    @property
-    def has_mksquashfs_args(self) -> bool:
-        """Whether it has ``build --mksquashfs-args`` (Apptainer 1.4)."""
-        return self.name == "apptainer" and self.version >= (1, 4, 0)
-
 
 @dataclass(frozen=True, slots=True)
 class Mount:
@@ -153,8 +143,7 @@ def find_apptainer(environ: Mapping[str, str] | None = None) -> Apptainer:
     problem = "Apptainer is not installed: no 'apptainer' or 'singularity' was found"
     for path in candidates(os.environ if environ is None else environ):
         try:
-            argv = [str(path), "version"]
-            answer = capture(argv, what=f"{path} version", timeout_s=30)
+            answer = capture([str(path), "version"], what=f"{path} version", timeout_s=30)
         except (BuildError, UnavailableError) as error:
             problem = f"{path} does not run: {error}"
             continue
@@ -175,7 +164,7 @@ def build_argv(tool: Apptainer, image: str, definition: str, *, test: bool = Tru
     the default gzip, for 2 % more bytes. Paths are relative to the current folder.
     """
     argv = [str(tool.path), "build", "--force"]
-    if tool.has_mksquashfs_args:
+    if tool.name == "apptainer" and tool.version >= (1, 4, 0):
         argv += ["--mksquashfs-args", "-comp zstd -Xcompression-level 3"]
     if not test:
         argv.append("--notest")
@@ -199,7 +188,7 @@ def run_argv(
     driver on the host, Apptainer only warns: the worker itself must refuse to start.
     """
     argv = [str(tool.path), "--quiet", "run"]
-    if tool.has_no_eval:
+    if tool.name == "apptainer" or tool.version >= (3, 10, 0):  # SingularityCE
         argv.append("--no-eval")  # values with $, ` or quotes stay unchanged
     # Keep ~/.local and the current folder out of the image; a cwd below $HOME would be mounted in
     # spite of --no-home.
@@ -215,8 +204,7 @@ def run_argv(
 
 def sign_argv(tool: Apptainer, image: str | Path, *, key: Path | None = None) -> list[str]:
     """Return the command that signs an image with the user's PGP key or a private PEM key."""
-    argv = [str(tool.path), "sign"]
-    return [*argv, *(["--key", str(key)] if key else []), str(image)]
+    return [str(tool.path), "sign", *(["--key", str(key)] if key else []), str(image)]
 
 
 def verify_argv(tool: Apptainer, image: str | Path, *, key: Path | None = None) -> list[str]:
@@ -224,8 +212,7 @@ def verify_argv(tool: Apptainer, image: str | Path, *, key: Path | None = None) 
 
     ``--local`` keeps verification off the network: key servers do not establish trust.
     """
-    argv = [str(tool.path), "verify"]
-    return [*argv, *(["--key", str(key)] if key else ["--local"]), str(image)]
+    return [str(tool.path), "verify", *(["--key", str(key)] if key else ["--local"]), str(image)]
 
 
 def sif_argv(tool: Apptainer, action: str, *args: str) -> list[str]:
@@ -272,8 +259,7 @@ def room_hint(*others: Path, below_bytes: float = math.inf) -> str | None:
 
 def _free_bytes(folder: Path) -> int:
     try:
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        status = os.statvfs(there)
+        status = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
         return status.f_bavail * status.f_frsize
     except OSError:
         return sys.maxsize
@@ -318,12 +304,8 @@ def stream(
         except BaseException:
             process.terminate()
             raise
-    if process.returncode != 0:
-        ended = (
-            f"with exit status {process.returncode}"
-            if process.returncode > 0
-            else f"by signal {-process.returncode}"
-        )
+    if (code := process.returncode) != 0:
+        ended = f"with exit status {code}" if code > 0 else f"by signal {-code}"
         unknown = ["see the lines above", f"all of them: {log}" if log else None]
         unknown.append(room_hint(below_bytes=_SCANT_BYTES))
         hint = hint_for(tail) or "; ".join(filter(None, unknown))

@@ -73,10 +73,8 @@ class BasePlan:
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     """Return the folder of wheels and base images: ``$XDG_CACHE_HOME/dnictl`` (XDG base dirs)."""
-    variables = os.environ if environ is None else environ
-    root = variables.get("XDG_CACHE_HOME", "")
-    folder = Path(root) if root.startswith("/") else Path.home() / ".cache"
-    return folder / "dnictl"
+    root = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
+    return (Path(root) if root.startswith("/") else Path.home() / ".cache") / "dnictl"
 
 
 def plan_base(

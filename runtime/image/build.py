@@ -191,8 +191,7 @@ def sign(tool: Apptainer, image: Path, *, key: Path | None = None) -> None:
         else f"is {key} a private key in PEM form?"
     )
     if _can_ask():
-        done = subprocess.run(argv, stdout=sys.stderr.fileno(), check=False)
-        if done.returncode != 0:
+        if subprocess.run(argv, stdout=sys.stderr.fileno(), check=False).returncode != 0:
             raise BuildError(f"signing {image.name} failed", hint=hint)
         return
     try:

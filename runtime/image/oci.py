@@ -226,9 +226,8 @@ class Layout:
         freed = 0
         for path in self._blobs.iterdir():
             status = path.stat()
-            age_s = time.time() - status.st_mtime
             if path.name.startswith("."):  # being written, or left by a process that was killed
-                gone = age_s > _OLD_S
+                gone = time.time() - status.st_mtime > _OLD_S
             else:
                 gone = f"sha256:{path.name}" not in kept
             if gone:

@@ -69,11 +69,10 @@ def copy_image(source: Path, target: Path) -> None:
 def parse_list(text: str) -> list[SifObject]:
     """Return the objects in the output of ``apptainer sif list``."""
     pattern = re.compile(r"(\d+)\s*\|.*\|\s*(\d+)-(\d+)\s*\|\s*(\S.*?)\s*$")
-    rows = (pattern.match(line) for line in text.splitlines())
     return [
         SifObject(int(row[1]), int(row[2]), int(row[3]) - int(row[2]), row[4])
-        for row in rows
-        if row is not None
+        for line in text.splitlines()
+        if (row := pattern.match(line)) is not None
     ]
 
 

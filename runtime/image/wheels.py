@@ -84,8 +84,7 @@ class Target:
     @property
     def markers(self) -> dict[str, str]:
         """The environment in which requirements' markers are evaluated (PEP 508)."""
-        environment = {k: str(v) for k, v in default_environment().items()}
-        return environment | {
+        return {k: str(v) for k, v in default_environment().items()} | {
             "python_version": self.python,
             "python_full_version": f"{self.python}.0",
             "implementation_version": f"{self.python}.0",
@@ -106,8 +105,7 @@ class Wheelhouse:
 
     def version(self, name: str) -> str | None:
         """Return the version of a package, or None if it is not included."""
-        key = canonicalize_name(name)
-        return next((w.version for w in self.wheels if w.name == key), None)
+        return next((w.version for w in self.wheels if w.name == canonicalize_name(name)), None)
 
     def check_hashes(self) -> None:
         """Compare the wheels with their lock."""

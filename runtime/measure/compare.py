@@ -164,8 +164,7 @@ def variant(prepared: CheckedChain, method: Method, seed: int) -> CheckedChain:
     if method.replicas is not None:
         replicated = [index for index, module in enumerate(modules) if module.most > 1]
         for index in replicated or range(1, len(modules) - 1) or range(len(modules)):
-            update = {"replicas": method.replicas}
-            modules[index] = modules[index].model_copy(update=update)
+            modules[index] = modules[index].model_copy(update={"replicas": method.replicas})
     replication = chain.replication.model_copy(update=dict(method.replication))
     changed = {"modules": tuple(modules), "seed": seed, "replication": replication}
     return prepare_again(prepared, chain.model_copy(update=changed))
@@ -200,8 +199,7 @@ def metric_of(chain: ChainSpec) -> ComparedMetric:
 
 def read_trial(record: Record, method: str, seed: int, metric: ComparedMetric) -> Trial:
     """Read the measurements of a finished run."""
-    reference = method == REFERENCE
-    workers = [REFERENCE] if reference else record.modules
+    workers = [REFERENCE] if method == REFERENCE else record.modules
     head, tails = workers[0], tails_of(workers)
     first = next(read_metrics(record.run.metrics(head), StartLine), None)
     written = list(read_metrics(record.run.metrics(tails[0]), EvaluationLine))
@@ -215,8 +213,7 @@ def read_trial(record: Record, method: str, seed: int, metric: ComparedMetric) -
     newest = {
         name: line for name in workers for line in read_metrics(record.run.metrics(name), TrainLine)
     }
-    trained = sum(newest[name].samples for name in tails if name in newest)
-    samples = lines[-1].trained or trained
+    samples = lines[-1].trained or sum(newest[name].samples for name in tails if name in newest)
     shared = [line.shared_bytes for line in newest.values() if line.shared_bytes is not None]
     return Trial(
         method,

@@ -92,8 +92,7 @@ class ChainExits:
         for index, (choice, _) in self._trained.items():
             options = choice.args if choice.name == "local" else {}
             self._add(index, Choice(name="local", args=options | _FITTED))
-        epochs = max(_EPOCHS, -(-_STEPS // source.train_batch_count))
-        for epoch in range(1, epochs + 1):
+        for epoch in range(1, 1 + max(_EPOCHS, -(-_STEPS // source.train_batch_count))):
             for x, y_B in source.train_batches(epoch):
                 outputs = activations(self._modules, x)
                 for index, head in self.heads.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Self
@@ -119,8 +119,7 @@ def measure_modules(
                 measured[index].append(_measure(steps[index], feeds[index], seconds))
                 if observe is not None:
                     observe(f"{repetition + 1}/{repetitions} {prepared.modules[index]}")
-    batch = len(feeds[0][0].y_BY)
-    return [_cost(steps[index], measured[index], batch) for index in indices]
+    return [_cost(steps[index], measured[index], len(feeds[0][0].y_BY)) for index in indices]
 
 
 def _without_schedules(prepared: CheckedChain) -> CheckedChain:
@@ -171,13 +170,12 @@ def _measure(step: ModuleStep, feeds: Sequence[_Feed], seconds: float) -> _Sums:
     """Train one module for a while, a round of batches at a time."""
     clock = _clock(step.device)
     spec, interface, sums = step.spec, step.interface, _Sums()
-    answers = interface is not None and interface.timing.signals
     # Whole rounds, so that batches with gradients occur as often as in training.
     sent = (max(edge.gradients, 1) for edge in spec.sources)
     round_ids = math.lcm(_BATCHES, max(spec.gradients_in, 1), *sent)
-    ids, until = _numbers(round_ids), time.perf_counter() + seconds
+    first, until = 1, time.perf_counter() + seconds
     while time.perf_counter() < until:
-        for id in next(ids):
+        for id in range(first, first + round_ids):
             feed = feeds[id % len(feeds)]
             step.measure_late = False  # the workers do so once a second
             began = clock()
@@ -187,7 +185,7 @@ def _measure(step: ModuleStep, feeds: Sequence[_Feed], seconds: float) -> _Sums:
             updated = clock()
             sums.forward_s += forward - began
             sums.update_s += updated - forward
-            if interface is not None and answers:
+            if interface is not None and interface.timing.signals:
                 interface.signal(h_BH, feed.y_BY)
                 sums.signal_s += clock() - updated
             if due(id, spec.gradients_in):
@@ -196,15 +194,8 @@ def _measure(step: ModuleStep, feeds: Sequence[_Feed], seconds: float) -> _Sums:
                 sums.late_s += clock() - late
                 sums.late += 1
             sums.batches += 1
+        first += round_ids
     return sums
-
-
-def _numbers(size: int) -> Iterator[range]:
-    """Yield ids of batches, in rounds."""
-    first = 1
-    while True:
-        yield range(first, first + size)
-        first += size
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
@@ -264,12 +255,8 @@ def _down_bytes(step: ModuleStep, batch: int) -> int:
 
 
 def _up_bytes(step: ModuleStep, batch: int) -> float:
-    total = 0.0
-    for edge in step.spec.sources:
-        gradient = LinkContract.of(step.spec, edge).gradient
-        if gradient is not None:
-            total += gradient.sample_bytes * batch / edge.gradients
-    return total
+    links = [(LinkContract.of(step.spec, edge), edge.gradients) for edge in step.spec.sources]
+    return sum((it.gradient.sample_bytes * batch / n for it, n in links if it.gradient), 0.0)
 
 
 def _count(module: nn.Module) -> int:

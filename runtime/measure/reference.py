@@ -33,8 +33,7 @@ REFERENCE = "backprop"
 
 def default_threads(prepared: CheckedChain) -> int:
     """Return the threads of all workers together, but at most the number of cores."""
-    cores = len(os.sched_getaffinity(0))
-    return min(sum(worker.cpus for worker in prepared.workers), cores)
+    return min(sum(worker.cpus for worker in prepared.workers), len(os.sched_getaffinity(0)))
 
 
 def run_reference(record: Record, threads: int) -> None:

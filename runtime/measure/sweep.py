@@ -58,8 +58,7 @@ def read_variants(prepared: CheckedChain, texts: Sequence[str], name: str) -> li
     for number, values in enumerate(product(*choices.values()), 1):
         settings = dict(zip(choices, values, strict=True))
         changed = prepare_with(prepared, settings)
-        words = words_of(settings).replace("=", "")
-        tag = re.sub(r"[^A-Za-z0-9.-]+", "-", words).strip("-")[:60]
+        tag = re.sub(r"[^A-Za-z0-9.-]+", "-", words_of(settings).replace("=", "")).strip("-")[:60]
         variants.append(Variant(f"{name}-{number:0{digits}}-{tag}", settings, changed))
     return variants
 

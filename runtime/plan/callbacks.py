@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,9 +64,3 @@ def callback_class(choice: Choice, index: int) -> type[Callback]:
     cls = find_class(choice.name, "callback", {}, Callback, location)
     check_keywords(cls, choice.args, name=choice.name, location=(*location, "args"))
     return cls
-
-
-def check_callbacks(choices: Sequence[Choice]) -> None:
-    """Import the classes of a chain's callbacks, and check their keywords."""
-    for index, choice in enumerate(choices):
-        callback_class(choice, index)

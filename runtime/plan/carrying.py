@@ -118,10 +118,8 @@ def extend(record: Record, epochs: int) -> Record:
     for worker in parts_of(run, cut, record.modules) if cut else ():
         part = run.checkpoint(cut, worker)
         document = going_on(read_document(part), record.batches_per_epoch)
-        text = sealed(tensors_file(part).read_bytes(), document)
-        write_atomic(document_file(part), text + "\n")
-    event = {"time": time.time(), "event": "run_extended", "epochs": epochs}
-    Event.model_validate(event).append(run.events)
+        write_atomic(document_file(part), sealed(tensors_file(part).read_bytes(), document) + "\n")
+    Event(time=time.time(), event="run_extended", epochs=epochs).append(run.events)
     for worker in record.modules:  # from which mpi's state follows
         report = Report.read(run.worker(worker))
         if report.state == "finished":

@@ -68,12 +68,11 @@ def check_host(
         )
     site = _choose(workers, settings, chain.image.require_signed)
     job = settings.job
-    exposed = exposure(chain, None if job is None else job.settings.interface)
     shared = not settings.elsewhere and all(worker.device == "cpu" for worker in workers)
     warnings = filter(
         None,
         [
-            exposed,
+            exposure(chain, None if job is None else job.settings.interface),
             None if settings.elsewhere else slow_bfloat16(workers),
             None if shared else waiting(workers),
         ],
@@ -280,8 +279,7 @@ def _devices_for_torch(kind: str, index: int) -> str | None:
     """Return why this Python's torch cannot use a GPU, or None."""
     import torch
 
-    build = torch.version.hip if kind == "rocm" else torch.version.cuda
-    if build is None:
+    if (torch.version.hip if kind == "rocm" else torch.version.cuda) is None:
         return f"torch {torch.__version__} is not built for {kind}"
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no GPU on this host"

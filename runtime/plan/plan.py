@@ -89,8 +89,7 @@ class Backoff:
             return None
         self.streak += 1
         # the exponent is limited: 2 to the power of a large limit overflows a float
-        doublings = min(self.streak - 1, 60)
-        return float(min(plan.backoff_s * 2**doublings, plan.backoff_max_s))
+        return float(min(plan.backoff_s * 2 ** min(self.streak - 1, 60), plan.backoff_max_s))
 
 
 Backend = Literal["process", "apptainer"]

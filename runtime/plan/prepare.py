@@ -119,7 +119,7 @@ def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Chec
     with naming_file(path), importing_from(base):
         from dni_runtime.core.dynamo import postpone_dynamo
         from dni_runtime.data import with_defaults
-        from dni_runtime.plan.callbacks import check_callbacks
+        from dni_runtime.plan.callbacks import callback_class
         from dni_runtime.resolve.shapes import by_name
 
         postpone_dynamo()
@@ -127,7 +127,8 @@ def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Chec
         spec = spec if data is None else spec.at(data.absolute())
         written = written.model_copy(update={"data": spec})
         sources = source_files(written, path.parent)
-        check_callbacks(written.callbacks)
+        for index, choice in enumerate(written.callbacks):
+            callback_class(choice, index)
         with _naming_data(path, UNCHECKED):
             info, location = _find_data(written, base)
         written, info = by_name(written, info)

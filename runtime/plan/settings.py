@@ -30,7 +30,7 @@ from dni_runtime.spec.worker import WorkerSpec
 from dni_runtime.worker.start import STARTED_WITH, this_version
 
 # Libraries for matrix products read one of these when they are loaded.
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 UNSUPERVISED = ("mpi", "kubernetes")
@@ -170,7 +170,7 @@ def _worker_plan(worker: WorkerSpec, request: StartRequest, keys: bool) -> Worke
         interface=interface,
         data=None if data is None else str(data),
         log=str(run.log(worker.module, settings.attempt)),
-        environment=_environment(worker),
+        environment=dict.fromkeys(_THREADS, str(worker.cpus)) | {"PYTHONFAULTHANDLER": "1"},
         python=site.python,
         scratch=site.scratch,
     )
@@ -186,12 +186,11 @@ def _worker_plan(worker: WorkerSpec, request: StartRequest, keys: bool) -> Worke
             gpu="rocm" if kind == "rocm" else "cuda" if kind in ("cuda", "auto") else None,
             container_args=site.container_args,
         )
-    paths = [str(run.sources), site.python_path]
     environment = {
         **plan.environment,
         **({"TMPDIR": site.scratch} if site.scratch else {}),
         STARTED_WITH: this_version(),  # images keep their version
-        "PYTHONPATH": ":".join(path for path in paths if path),
+        "PYTHONPATH": ":".join(filter(None, [str(run.sources), site.python_path])),
     }
     return replace(plan, environment=environment)
 
@@ -238,13 +237,7 @@ def _mounts(
         mounts = [Mount(str(settings.run), RUN_TARGET, read_only=False)]
     mounts.append(Mount(str(site.sockets), SOCKETS_TARGET, read_only=False))
     if data is not None:
-        folder = data.parent if data in site.files else data
-        mounts.append(Mount(str(folder), str(DATA_TARGET)))
+        mounts.append(Mount(str(data.parent if data in site.files else data), str(DATA_TARGET)))
     if site.scratch:
         mounts.append(Mount(site.scratch, "/tmp", read_only=False))
     return (*mounts, *site.mounts)
-
-
-def _environment(worker: WorkerSpec) -> dict[str, str]:
-    threads = str(worker.cpus)
-    return {**dict.fromkeys(_THREAD_VARIABLES, threads), "PYTHONFAULTHANDLER": "1"}

@@ -10,8 +10,9 @@ import io
 import json
 import shutil
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,8 @@ def _index(
             artifact_type=MODULE,
             config=layout.add(_json(config), MODULE),
             layers=(
-                layout.add_chunks(_part(image, base), BASE),
-                layout.add_chunks(_part(image, layer), LAYER),
+                layout.add_chunks(partial(sif.content, image, base), BASE),
+                layout.add_chunks(partial(sif.content, image, layer), LAYER),
                 layout.add(weights.read_bytes(), WEIGHTS, {TITLE: "weights.safetensors"}),
             ),
             annotations={TITLE: module},
@@ -216,19 +217,13 @@ def _checked(record: Record, images: Path) -> ImageLock:
 
 
 def _listed(layout: Layout, manifest: Manifest) -> Descriptor:
-    blob = layout.add(manifest.encode(), MANIFEST)
-    return blob.model_copy(
+    return layout.add(manifest.encode(), MANIFEST).model_copy(
         update={"artifact_type": manifest.artifact_type, "annotations": manifest.annotations}
     )
 
 
 def _json(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, sort_keys=True).encode()
-
-
-def _part(image: Path, part: sif.SifObject) -> Callable[[], Iterator[bytes]]:
-    """Return what yields an object of an image."""
-    return lambda: sif.content(image, part)
 
 
 def _packed(root: Path) -> bytes:

@@ -106,8 +106,7 @@ def push_oci(
     repository = Repository(target, plain_http=plain_http)
     with store.scratch() as scratch:
         layout, environment = Layout(scratch), chain.image_to_build.environment
-        made = write_oci(tool, modules, layout, environment)
-        for module, manifest in made.items():
+        for module, manifest in write_oci(tool, modules, layout, environment).items():
             tag = f"{address.tag or parse_local(text)[1]}-{module}"
             _check_tag(layout, repository, tag, manifest)
             _send(layout, repository, tag, manifest, progress)

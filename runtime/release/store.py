@@ -6,7 +6,7 @@ import io
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from dni_runtime.errors import ImageError, UsageError
@@ -92,11 +92,9 @@ class Store:
         name, version = parse_local(text)
         return self.root / name / version
 
-    @contextmanager
-    def scratch(self) -> Iterator[Path]:
+    def scratch(self) -> AbstractContextManager[Path]:
         """Give a folder on the disk of the releases."""
-        with scratch_folder(self.root, ".new-") as folder:
-            yield folder
+        return scratch_folder(self.root, ".new-")
 
     def report(self, index: Descriptor) -> Report:
         """Return what a release says of itself."""

@@ -180,10 +180,8 @@ def reading(part: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        lasting = error.errno in (errno.ENOENT, errno.EIO)
-        raise (DamagedError if lasting else CheckpointError)(
-            f"{named(part)} cannot be read: {error}"
-        ) from None
+        kind = DamagedError if error.errno in (errno.ENOENT, errno.EIO) else CheckpointError
+        raise kind(f"{named(part)} cannot be read: {error}") from None
 
 
 def read_document(part: Path) -> dict[str, Any]:

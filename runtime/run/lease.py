@@ -76,8 +76,7 @@ class Owner(Document):
         return None
 
     def __str__(self) -> str:
-        job = f", job {self.job}" if self.job else ""
-        return f"process {self.pid} on {self.host}{job}"
+        return f"process {self.pid} on {self.host}" + (f", job {self.job}" if self.job else "")
 
 
 class Lease:

@@ -20,6 +20,8 @@ from dni_runtime.run.documents.base import Document
 Point = tuple[dict[str, str], Any]
 """A value of a figure, and its labels; None: not known."""
 
+_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
 
 class Figure(NamedTuple):
     """A field of a document that measures something."""
@@ -67,8 +69,7 @@ def counter(
 
 def histogram(help: str, unit: str = "", *, bounds: Sequence[float]) -> Any:
     """Declare a field of a document as a distribution of values."""
-    figure = Figure("", help, unit, "histogram", "", "", "")
-    return _field(figure, Histogram.of(bounds))
+    return _field(Figure("", help, unit, "histogram", "", "", ""), Histogram.of(bounds))
 
 
 def _field(about: Figure, default: Any) -> Any:
@@ -109,7 +110,7 @@ def families(documents: Sequence[tuple[dict[str, str], Document]]) -> Iterable[l
 
 def family(name: str, kind: str, help: str, points: Sequence[Point]) -> list[str]:
     """Return the lines of a figure; none if no value is known."""
-    name = f"dni_{name}"
+    name = f"dni_{name}_total" if kind == "counter" else f"dni_{name}"
     lines = []
     for labels, value in points:
         if isinstance(value, Histogram):
@@ -119,16 +120,10 @@ def family(name: str, kind: str, help: str, points: Sequence[Point]) -> list[str
             lines.append(_line(f"{name}_sum", labels, value.sum))
             lines.append(_line(f"{name}_count", labels, counts[-1]))
         elif value is not None:
-            lines.append(_line(f"{name}_total" if kind == "counter" else name, labels, value))
-    if kind == "counter":
-        name += "_total"
+            lines.append(_line(name, labels, value))
     return [f"# HELP {name} {help}", f"# TYPE {name} {kind}", *lines] if lines else []
 
 
 def _line(name: str, labels: dict[str, str], value: Any) -> str:
-    text = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
+    text = ",".join(f'{key}="{label.translate(_ESCAPED)}"' for key, label in labels.items())
     return f"{name}{{{text}}} {value}"
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -98,10 +98,8 @@ def plan_in_allocation(request: StartRequest) -> LaunchPlan:
         scratch=os.environ.get("DNI_SCRATCH", ""),
     )
     settings = replace(settings, log_level=job.log_level)
-    plan, needs = (
-        make_plan(replace(request, settings=settings, site=site)),
-        needs_of(chain, workers),
-    )
+    plan = make_plan(replace(request, settings=settings, site=site))
+    needs = needs_of(chain, workers)
     any_gpus = any(need.gpus for need in needs)
     steps = [
         replace(

@@ -129,17 +129,16 @@ def _refused(said: str) -> UsageError:
     )
 
 
-def _failed(command: str, said: str) -> UnavailableError:
-    last = said.strip().splitlines()[-1:] or ["no reason given"]  # the final error
-    return UnavailableError(
-        f"{command} failed: {last[0].removeprefix(f'{command}: ')}",
-        hint="check Slurm's controller with 'scontrol ping'",
-    )
-
-
-def _says_gone(said: str) -> bool:
-    """Return whether Slurm's error means that a job or step has ended or is about to."""
-    return "Invalid job id" in said or "already completing" in said
+def _asked(argv: Sequence[str]) -> str:
+    """Return the output of a command, which may fail if a job or step has ended or is about to."""
+    code, out, err = run_slurm(argv)
+    if code != 0 and "Invalid job id" not in err and "already completing" not in err:
+        last = err.strip().splitlines()[-1:] or ["no reason given"]  # the final error
+        raise UnavailableError(
+            f"{argv[0]} failed: {last[0].removeprefix(f'{argv[0]}: ')}",
+            hint="check Slurm's controller with 'scontrol ping'",
+        )
+    return out
 
 
 def job_infos(jobs: Sequence[str]) -> dict[str, JobInfo]:
@@ -148,13 +147,9 @@ def job_infos(jobs: Sequence[str]) -> dict[str, JobInfo]:
     They are from squeue (the controller's memory), or else from sacct. Raises ``UnavailableError``
     if Slurm does not respond.
     """
-    code, out, err = run_slurm(
-        ["squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}",
-         "--format=%A|%T|%r|%N"]
-    )  # fmt: skip
-    if code != 0 and not _says_gone(err):
-        raise _failed("squeue", err)
-    infos = parse_jobs(out)
+    listed = f"--jobs={','.join(jobs)}"
+    argv = ["squeue", "--noheader", "--states=all", listed, "--format=%A|%T|%r|%N"]
+    infos = parse_jobs(_asked(argv))
     gone = [job for job in jobs if job not in infos]
     if not gone:
         return infos
@@ -203,12 +198,8 @@ def own_job() -> str | None:
 
 def step_ids(job: str) -> dict[str, str]:
     """Return the ids (``JOB.STEP``) of a job's running steps by name, the newest of each."""
-    code, out, err = run_slurm(
-        ["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j"]
-    )
-    if code != 0 and not _says_gone(err):
-        raise _failed("squeue", err)
-    return parse_steps(out)
+    argv = ["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j"]
+    return parse_steps(_asked(argv))
 
 
 def parse_steps(out: str) -> dict[str, str]:
@@ -225,17 +216,13 @@ def parse_steps(out: str) -> dict[str, str]:
 def kill_steps(steps: Sequence[str]) -> None:
     """Kill all processes of steps; ignore steps that have ended."""
     if steps:
-        code, _, err = run_slurm(["scancel", "--signal=KILL", *steps])
-        if code != 0 and not _says_gone(err):
-            raise _failed("scancel", err)
+        _asked(["scancel", "--signal=KILL", *steps])
 
 
 def node_shapes(partition: str | None) -> list[NodeShape]:
     """Return the kinds of nodes in a partition (None: the default one)."""
-    code, out, err = run_slurm(["sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G"])
-    if code != 0:
-        raise _failed("sinfo", err)
-    return parse_sinfo(out, partition)
+    argv = ["sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G"]
+    return parse_sinfo(_asked(argv), partition)
 
 
 def parse_sinfo(out: str, partition: str | None) -> list[NodeShape]:

@@ -58,9 +58,7 @@ def check_room(request: JobRequest, shapes: Sequence[NodeShape]) -> None:
     fitting = sum(
         shape.count
         for shape in shapes
-        if shape.cpus >= asked["cpus"]
-        and shape.memory_mib >= asked["memory_mib"]
-        and shape.gpus >= asked["gpus"]
+        if all(getattr(shape, what) >= count for what, count in asked.items())
     )
     if fitting < request.count:
         partition = request.profile.partition or "(default)"
