@@ -192,7 +192,6 @@ def _show(check: Check, *, needed: bool, where: Sequence[str]) -> None:
 def _measure_network(
     chain: Path | None, interface: str | None, name: str | None, data: Path | None
 ) -> None:
-    """Measure links and print the figures."""
     from dni_runtime.measure.network import SIZES_BYTES, measure_lines, step_on
     from dni_runtime.measure.peer import Peer
     from dni_runtime.schedulers.slurm.allocation import allocation_here

@@ -39,8 +39,6 @@ __all__ = [
 
 
 class DataSet(NamedTuple):
-    """A data set that has a name."""
-
     # From the spec, the folder of ``chain.yaml`` and, if it has any, its options.
     find: Callable[..., Found]
     options: type[Frozen] | None = None  # of its ``args``; None: it takes none

@@ -99,10 +99,7 @@ def find_text(spec: DataSpec, base: Path, options: TextOptions) -> Found:
     def load() -> tuple[TextSplit, TextSplit]:
         text_L = _read([file for file, _ in files], limit)
         cut = _train_size(len(text_L), options)
-        return (
-            TextSplit(text_L[:cut], context, spare=context),
-            TextSplit(text_L[cut:], context),
-        )
+        return TextSplit(text_L[:cut], context, spare=context), TextSplit(text_L[cut:], context)
 
     tokens = TensorSpec(shape=(context,), dtype="int64")
     info = DataInfo(

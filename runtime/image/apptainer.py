@@ -87,8 +87,6 @@ _SCANT_BYTES = 4 << 30  # an image with torch is unpacked in a folder, then pack
 
 @dataclass(frozen=True, slots=True)
 class Apptainer:
-    """A container program and its features."""
-
     path: Path
     name: Literal["apptainer", "singularity"]
     version: tuple[int, int, int]  # major, minor, patch

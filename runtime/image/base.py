@@ -45,12 +45,10 @@ class BuildOptions:
 
     @property
     def method(self) -> Literal["layer", "full"]:
-        """How module images are made."""
         return "full" if self.full else "layer"
 
     @property
     def signature(self) -> Literal["pgp", "pem"] | None:
-        """How module images are signed."""
         return None if not self.sign else "pgp" if self.key is None else "pem"
 
 
@@ -245,7 +243,6 @@ def _build(
 
 
 def _recorded(image: Path) -> LockedBase | None:
-    """Return the record beside a cached base image, or None."""
     try:
         record = LockedBase.model_validate_json(image.with_suffix(".json").read_bytes())
     except (OSError, ValueError):

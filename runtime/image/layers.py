@@ -37,8 +37,6 @@ These and what they import are in it, and a change elsewhere rebuilds no image.
 
 @dataclass(frozen=True, slots=True)
 class ModuleBuild:
-    """Inputs of one module's image."""
-
     name: str  # the image is NAME.sif
     chain: str
     module_json: str  # the worker's spec

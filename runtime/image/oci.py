@@ -64,16 +64,12 @@ class _Document(BaseModel):
 
 
 class Descriptor(_Document):
-    """What a blob is, its digest, and its size."""
-
     media_type: str
     digest: Digest
     size: int = Field(ge=0)
 
 
 class Manifest(_Document):
-    """A config and layers."""
-
     schema_version: Literal[2] = 2
     media_type: Literal["application/vnd.oci.image.manifest.v1+json"] = MANIFEST
     config: Descriptor
@@ -81,8 +77,6 @@ class Manifest(_Document):
 
 
 class Index(_Document):
-    """Several manifests."""
-
     schema_version: Literal[2] = 2
     media_type: Literal["application/vnd.oci.image.index.v1+json"] = INDEX
     manifests: tuple[Descriptor, ...]

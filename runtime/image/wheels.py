@@ -98,8 +98,6 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Wheelhouse:
-    """A folder of wheels."""
-
     folder: Path
     wheels: tuple[Wheel, ...]  # sorted by name
 

@@ -183,8 +183,6 @@ def _choice(choice: Choice | None, name: str) -> Choice:
 
 
 class ComparedMetric(NamedTuple):
-    """The compared metric."""
-
     name: str  # of the metric, or ``loss``
     rises: bool  # larger is better
 

@@ -80,8 +80,6 @@ def _spec(job: Job, module: str) -> WorkerSpec:
 
 
 class Source:
-    """The sending end."""
-
     def __init__(self, job: Job, address: str, keys: KnownKeys) -> None:
         self._link = OutputLink(_spec(job, "source"), run=_RUN, keys=keys)
         try:

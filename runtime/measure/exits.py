@@ -46,9 +46,7 @@ _FITTED = {"optimizer": {"Adam": {"lr": 0.001}}}
 
 
 class Head(NamedTuple):
-    """An early head, as it is built, and built."""
-
-    choice: Choice
+    choice: Choice  # how it is built
     built: GradientInterface
 
 
@@ -56,7 +54,6 @@ class ChainExits:
     """The early exits of a run's checkpoint, by the numbers of their modules."""
 
     def __init__(self, run: RunDir, cut: int, modules: Sequence[ModuleForward]) -> None:
-        """Begin with the modules' trained weights."""
         self._run, self._cut, self._modules = run, cut, modules
         self._workers = [module.spec for module in modules]
         tail = self._workers[-1]

@@ -72,8 +72,6 @@ class ModuleCost:
 
 @dataclass(frozen=True)
 class _Feed:
-    """Inputs of one module for one batch."""
-
     xs: tuple[Tensor, ...]
     y_BY: Tensor
     g_BH: Tensor

@@ -33,8 +33,6 @@ _SECONDS = 0.5
 
 @dataclass(frozen=True)
 class HostPair:
-    """Two hosts to be connected by a link."""
-
     source: str  # of the module upstream
     sink: str  # of the module downstream, which listens
     links: LinksSpec

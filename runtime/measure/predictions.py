@@ -20,10 +20,11 @@ from dni_runtime.core.evaluation import EvaluationSums
 from dni_runtime.core.forward import Inputs, as_inputs
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.metrics import check_metrics
+from dni_runtime.data.rows import sample_of
 from dni_runtime.errors import DataError, UsageError
 from dni_runtime.files import write_atomic
 from dni_runtime.network.source import first_line, write_tensor
-from dni_runtime.spec import Choice, TensorSpec
+from dni_runtime.spec import Choice
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -76,7 +77,7 @@ class Predictions:
         """
         loss, labels = self._compared()
         chosen = self.metrics if metrics is None else parse_metrics(metrics)
-        check_metrics(chosen, loss, _spec(self.outputs), _spec(labels))
+        check_metrics(chosen, loss, sample_of(self.outputs), sample_of(labels))
         evaluation = EvaluationSums(loss, chosen)
         evaluation.add(self.outputs, labels)
         return evaluation.result()
@@ -128,7 +129,7 @@ class Predictions:
         """Return the loss, and the labels."""
         if self.labels is None:
             raise UsageError("the data have no labels to compare with")
-        return ChainLoss(self.loss, _spec(self.outputs), _spec(self.labels)), self.labels
+        return ChainLoss(self.loss, sample_of(self.outputs), sample_of(self.labels)), self.labels
 
 
 def parse_metrics(metrics: Metrics) -> tuple[Choice, ...]:
@@ -143,14 +144,9 @@ def _outputs(network: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:
     try:
         return network(x)
     except (RuntimeError, ValueError, TypeError, LookupError) as error:
-        samples = " and ".join(write_tensor(_spec(one)) for one in as_inputs(x))
+        samples = " and ".join(write_tensor(sample_of(one)) for one in as_inputs(x))
         raise DataError(
             f"the network does not take these samples, {samples}: {first_line(error)}",
             hint="give it data as those of its training, such as --data "
             "'{dataset: …, flatten: true}'",
         ) from error
-
-
-def _spec(tensor: Tensor) -> TensorSpec:
-    """Return what one sample of it is."""
-    return TensorSpec(shape=tuple(tensor.shape[1:]), dtype=str(tensor.dtype).removeprefix("torch."))

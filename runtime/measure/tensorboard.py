@@ -122,8 +122,6 @@ class _EventState(Document):
 
 
 class _ModuleEvents:
-    """The event files of one module."""
-
     def __init__(
         self, metrics: Path, folder: Path, proto: _Proto, *, created: float, early: bool
     ) -> None:

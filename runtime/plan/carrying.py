@@ -265,8 +265,6 @@ def carry(
 
 
 class _Module:
-    """A module of the checkpoint."""
-
     def __init__(self, step: ModuleStep, state: State, end: tuple[int, str | None]) -> None:
         restore(step, *state)
         self.step, self.document, self.end = step, state[1], end

@@ -242,7 +242,6 @@ def check_images(
 
 
 def _hash_inside(tool: Apptainer, image: Path) -> str:
-    """Return the hash of the spec inside an image."""
     try:
         return WorkerSpec.model_validate(inspect_image(tool, image).module).hash
     except ValidationError as error:

@@ -231,8 +231,7 @@ def check_links(
     ends = next(((source, index) for index, source in crossed if source is not None), None)
     if ends is None:
         return
-    names = [repr(workers[end].module) for end in ends]
-    pair = f"{' and '.join(names)} are on two nodes"
+    pair = f"{' and '.join(repr(workers[end].module) for end in ends)} are on two nodes"
     if chain.links.transport == "ipc":
         raise SpecError(
             f"{locate('links', 'transport')}: {pair}, which ipc cannot connect",

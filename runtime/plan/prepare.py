@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dni_runtime.errors import NEEDED, DataError, SpecError, UsageError, hides
 from dni_runtime.run.record import Record
-from dni_runtime.spec import (
-    ChainSpec,
-    DataInfo,
-    WorkerSpec,
-    load_chain,
-    source_files,
-)
+from dni_runtime.spec import ChainSpec, DataInfo, WorkerSpec, load_chain, source_files
 from dni_runtime.spec.load import line_of, naming_file
 from dni_runtime.spec.replicas import workers_of
 from dni_runtime.spec.settings import with_settings, words_of

@@ -27,8 +27,6 @@ from dni_runtime.split.plan import SplitRequest
 
 @dataclass(frozen=True)
 class SplitChain:
-    """A network that has been taken apart."""
-
     prepared: CheckedChain
     parts: Parts  # its modules
     weights: Path  # their file

@@ -78,7 +78,6 @@ class Repository:
         return blob
 
     def tags(self) -> list[str]:
-        """Return the names of what is there."""
         found: list[str] = []
         path: str | None = "tags/list?n=1000"
         while path is not None:

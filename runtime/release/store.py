@@ -43,8 +43,6 @@ _FOLDERS = frozenset({"specs", "src", "checkpoints", "exits", "metrics"})
 
 
 class Store:
-    """A folder of releases."""
-
     def __init__(self, root: Path | None = None) -> None:
         self.root = store_folder() if root is None else root
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,7 +66,6 @@ class Store:
             yield
 
     def name_of(self, run: Path) -> str:
-        """Return the name of a release, by its run directory."""
         return f"{run.parent.name}:{run.name}"
 
     def releases(self) -> dict[str, Descriptor]:

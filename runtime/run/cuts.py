@@ -44,7 +44,6 @@ def tensors_file(part: Path) -> Path:
 
 
 def document_file(part: Path) -> Path:
-    """Return the JSON file of a part."""
     return part.with_name(f"{part.name}.json")
 
 

@@ -233,10 +233,9 @@ def _check(path: Path, status: os.stat_result) -> None:
 
 
 def _unsafe(path: Path, why: str) -> DataError:
+    what = "key file" if path.suffix else "folder of keys"
     return DataError(
-        f"the key file {str(path)!r} is not used: it {why}"
-        if path.suffix
-        else f"the folder of keys {str(path)!r} is not used: it {why}",
+        f"the {what} {str(path)!r} is not used: it {why}",
         hint="stop the run, remove its folder 'keys' and resume it: it gets new keys",
     )
 

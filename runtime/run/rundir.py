@@ -45,8 +45,6 @@ class _Files:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of one run."""
-
     root: Path
 
     record = _File("run.json")  # what was started, from what, when
@@ -132,9 +130,7 @@ ENTRIES = frozenset(
 
 def socket_path(run: Path, base: Path | None = None) -> Path:
     """Return the folder of the run's ipc sockets: short (unix(7): 107 bytes), local, private."""
-    if base is None:
-        base = _socket_base()
-    return base / f"dni-{hash_name(f'{os.getuid()}:{run.resolve()}')}"
+    return (base or _socket_base()) / f"dni-{hash_name(f'{os.getuid()}:{run.resolve()}')}"
 
 
 def _socket_base() -> Path:

@@ -161,8 +161,7 @@ def serve(requests: socket.socket) -> tuple[list[str], int] | None:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 kill_session(pid)  # the rest of it, before its id can be reused
                 running.remove(pid)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                tell(requests, ended=pid, code=code)
+                tell(requests, ended=pid, code=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         if requests.fileno() not in readable:
             continue
         try:

@@ -26,9 +26,7 @@ class Rule(Document):
 
     points: float | None = None  # of accuracy that may be lost; None: thresholds were given
     thresholds: tuple[float | None, ...] = ()  # of early heads; None: no sample leaves there
-    leave: tuple[
-        float, ...
-    ] = ()  # share of samples that leave at each exit; the last one: the rest
+    leave: tuple[float, ...] = ()  # share of samples, at each exit; the last one: the rest
     accuracy: float = 0.0
     lost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # points; between the ends of 95 %
     verdict: str = ""  # whether at most ``points`` are lost: holds, broken, not shown

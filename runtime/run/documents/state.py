@@ -13,12 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, SkipValidation
 
 from dni_runtime.errors import StoppedError
-from dni_runtime.files import (
-    overwrite_json,
-    peek_json,
-    write_json,
-    written_lately,
-)
+from dni_runtime.files import overwrite_json, peek_json, write_json, written_lately
 from dni_runtime.run.documents.base import Document
 from dni_runtime.run.documents.reports import ENDED, Report, WorkerPhase
 from dni_runtime.run.rundir import RunDir

@@ -33,8 +33,6 @@ _DNS = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
 
 @dataclass(frozen=True, kw_only=True)
 class Service(Objects):
-    """A run that answers."""
-
     front: FrontSettings
     token: str | None  # that requests must bear; None: a new one
 

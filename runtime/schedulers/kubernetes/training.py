@@ -35,8 +35,6 @@ _END_S = 15  # beyond the chain's own time to stop
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Objects):
-    """A run that trains."""
-
     too_large = "put weights into the data volume, and load them in a module's own class"
 
     def __post_init__(self) -> None:

@@ -38,8 +38,6 @@ def nodes_of(job: str) -> list[str] | None:
 
 
 class JobNodes:
-    """The nodes of one job."""
-
     def __init__(
         self,
         job: str,
