@@ -237,8 +237,7 @@ def _train(
     run = Run.open(root)
     with progress(run, quiet=quiet or not sys.stderr.isatty()) as show:
         state = launch.supervise(show)
-    error = run.failure(state)
-    if error is not None:
+    if (error := run.failure(state)) is not None:
         raise error
     if state.phase != "finished":
         tell(f"stopped; the finished runs are in {folder / 'result.json'}")

@@ -124,8 +124,7 @@ def kubernetes(
     _write(out, written)
     for file in written:
         click.echo(str(out / file))
-    loose = [image for image in cluster.images.values() if "@sha256:" not in image]
-    if loose:
+    if loose := [image for image in cluster.images.values() if "@sha256:" not in image]:
         tell(f"not pinned by a digest, so a registry may change it: {', '.join(loose)}")
 
 

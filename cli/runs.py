@@ -219,8 +219,7 @@ def conclude(run: Run, state: RunState) -> NoReturn:
         answer(figures.model_dump(), summary(figures))
         if state.phase == "stopped":
             tell(f"  → dnictl resume {run.name}")
-    error = run.failure(state)
-    if error is not None:
+    if (error := run.failure(state)) is not None:
         raise error
     sys.exit(0 if state.phase == "finished" else state.exit_code or StoppedError.exit_code)
 

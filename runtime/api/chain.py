@@ -95,8 +95,7 @@ class Chain:
             name: value if isinstance(value, str) else list(value)
             for name, value in (inputs or {}).items()
         }
-        unknown = set(takes) - set(modules)
-        if unknown:
+        if unknown := set(takes) - set(modules):
             raise UsageError(f"'inputs' names {min(unknown)!r}, which is not one of the modules")
         check_place(path, _WRITTEN)
         settings = describe_settings(settings, folder)

@@ -49,8 +49,7 @@ class PlannedRun:
         used = {image.parent.parent for image in images}
         used |= set() if trained is None else {trained.record.run.root}
         for folder in used:
-            store = Store.of(folder)
-            if store is not None:
+            if (store := Store.of(folder)) is not None:
                 store.note_user(folder, run.root)
         return run
 

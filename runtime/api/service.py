@@ -145,8 +145,7 @@ class Service:
         """Do what is due; return whether to go on."""
         for deployment in [*self._deployments.values()]:
             self._follow(deployment)
-        order = Order.peek(order_of(self._folder))
-        if order is not None:
+        if (order := Order.peek(order_of(self._folder))) is not None:
             order_of(self._folder).unlink(missing_ok=True)
             if order.what == "stop":
                 self._write(order=order.id, error=None)

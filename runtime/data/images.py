@@ -278,8 +278,7 @@ def _batch_of(content: object) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"'data' of shape {shape!r} (Fortran order: {fortran!r}) with {len(labels)} labels"
         )
-    wrong = [y for y in labels if type(y) is not int or not 0 <= y < _CLASSES]
-    if wrong:
+    if wrong := [y for y in labels if type(y) is not int or not 0 <= y < _CLASSES]:
         raise ValueError(f"label {wrong[0]!r}; 0 to {_CLASSES - 1} expected")
     return _bytes(raw).reshape(expected), torch.tensor(labels, dtype=torch.int64)
 

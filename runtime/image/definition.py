@@ -36,25 +36,17 @@ def _literal(value: object) -> object:
     return value
 
 
-def _shell(value: object) -> str:
-    """Quote a value as one shell word for ``%post`` and ``%environment``."""
-    return shlex.quote(str(_literal(value)))
-
-
-def _environment() -> jinja2.Environment:
+def _render(template: str, **values: object) -> str:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined,
         finalize=_literal,
-        autoescape=False,  # a definition is not HTML; _literal and _shell are its escaping
+        autoescape=False,  # a definition is not HTML; _literal and ``shell`` are its escaping
         keep_trailing_newline=True,
     )
-    environment.filters["shell"] = _shell
-    return environment
-
-
-def _render(template: str, **values: object) -> str:
+    # one shell word, for %post and %environment
+    environment.filters["shell"] = lambda value: shlex.quote(str(_literal(value)))
     text = (resources.files("dni_runtime.definitions") / template).read_text(encoding="utf-8")
-    return _environment().from_string(text).render(**values)
+    return environment.from_string(text).render(**values)
 
 
 def render_base(

@@ -71,11 +71,6 @@ class Target:
     machine: str  # as "uname -m" names it
 
     @property
-    def abi(self) -> str:
-        """CPython's ABI tag, such as ``cp311``."""
-        return "cp" + self.python.replace(".", "")
-
-    @property
     def platforms(self) -> list[str]:
         """Platform tags that work with glibc 2.28 and newer, newest first (PEP 600)."""
         tags = [f"manylinux_2_{minor}_{self.machine}" for minor in range(28, 16, -1)]
@@ -289,7 +284,7 @@ def download_argv(
     argv += ["--progress-bar", "off", "--only-binary=:all:", "--dest", str(folder)]
     argv += ["--find-links", str(folder), "--implementation", "cp"]
     argv += ["--python-version", target.python]
-    for abi in (target.abi, "abi3", "none"):
+    for abi in (f"cp{target.python.replace('.', '')}", "abi3", "none"):
         argv += ["--abi", abi]
     for tag in target.platforms:
         argv += ["--platform", tag]

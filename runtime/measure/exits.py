@@ -97,8 +97,7 @@ class ChainExits:
             self._end_pass()
 
     def _add(self, index: int, choice: Choice, file: Path | None = None, prefix: str = "") -> None:
-        head = early_head(self._workers[index], choice, file, prefix)
-        if head is not None:
+        if (head := early_head(self._workers[index], choice, file, prefix)) is not None:
             self.heads[index] = Head(choice, head)
 
     def measure(self, source: DataSource, points: float, confidence: float | None) -> Exits:

@@ -262,8 +262,7 @@ def check_devices(
         if kind not in ("cuda", "rocm"):
             continue
         look = _devices_for_containers if backend == "apptainer" else _devices_for_torch
-        problem = look(kind, int(number or 0))
-        if problem is not None:
+        if (problem := look(kind, int(number or 0))) is not None:
             explicit = chain.modules[worker.index].device is not None
             where = ("modules", worker.index) if explicit else ("defaults",)
             raise UnavailableError(

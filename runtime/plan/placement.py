@@ -76,8 +76,7 @@ def place(
     modules = node.modules if placement.per_node is None else placement.per_node
     node = Capacity(node.cpus, node.gpus, node.memory_mib, modules)
     for need in needs:
-        problem = node.lacks([need])
-        if problem is not None:
+        if (problem := node.lacks([need])) is not None:
             raise UsageError(
                 f"module {need.module!r} needs {problem}",
                 hint="lower its 'resources', or use another partition",
@@ -119,8 +118,7 @@ def _explicit(needs: Sequence[Need], placement: PlacementSpec, node: Capacity) -
             raise UsageError(
                 f"placement.map leaves node {number} empty", hint="number the nodes from 0"
             )
-        problem = node.lacks(there)
-        if problem is not None:
+        if (problem := node.lacks(there)) is not None:
             raise UsageError(
                 f"placement.map gives node {number} {len(there)} modules, which need {problem}",
                 hint="move one to another node",

@@ -59,18 +59,13 @@ class StartSettings:
         return self.scheduler != "local"
 
     @property
-    def by_rank(self) -> bool:
-        """Whether one launcher starts all workers, by one command."""
-        return self.scheduler in UNSUPERVISED
-
-    @property
     def supervised(self) -> bool:
         """Whether a supervisor prepares the run and starts the workers.
 
         Otherwise containers see the whole run directory, and the workers create the files that they
         need.
         """
-        return not (self.by_hand or self.by_rank)
+        return not (self.by_hand or self.scheduler in UNSUPERVISED)
 
 
 @dataclass(frozen=True)

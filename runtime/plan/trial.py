@@ -322,8 +322,7 @@ def _evaluate(chain: LocalChain, workers: Sequence[WorkerSpec], batch: Batch) ->
                 location=("modules", number, "layers"),
                 hint="return the same in both: the loss and the metrics are those of training",
             )
-        prediction = step.predict(h_BH)
-        if prediction is not None:
+        if (prediction := step.predict(h_BH)) is not None:
             evaluation = EvaluationSums.of(step)
             evaluation.add(prediction, batch[1])
             evaluation.result()

@@ -129,8 +129,7 @@ def pull(
     store.check_new(index)  # before all that takes time
     if trust.tool is not None and address.digest is None:
         tag = signature_name(index)
-        signature = repository.fetch_document(layout, tag)
-        if signature is not None:
+        if (signature := repository.fetch_document(layout, tag)) is not None:
             for blob in layout.blobs(signature):
                 repository.fetch(layout, blob)
             layout.name({tag: signature})

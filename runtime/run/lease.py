@@ -126,8 +126,7 @@ class Lease:
         sleep: Callable[[float], None],
     ) -> bool:
         """Return whether an owner is gone; watch its counter if its process cannot be seen."""
-        lives = owner.lives(me)
-        if lives is not None:
+        if (lives := owner.lives(me)) is not None:
             return not lives
         told(f"{run.root.name} belongs to {owner}; checking for {SILENCE_S:.0f} s if that is alive")
         began, first = clock(), peek_json(run.beats(owner.token))

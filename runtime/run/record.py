@@ -138,8 +138,7 @@ def find_run(name: str | None, folder: Path) -> Record:
         for path in (Path(name), folder / name):
             if (path / "run.json").is_file():
                 return Record.read(path)
-        released = parse_name(name)
-        if released is not None:
+        if (released := parse_name(name)) is not None:
             if (unpacked(*released) / "run.json").is_file():
                 return Record.read(unpacked(*released))
             raise UsageError(

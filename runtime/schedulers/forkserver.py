@@ -141,8 +141,7 @@ def main() -> None:
     import dni_runtime.worker.main  # noqa: F401
 
     gc.freeze()  # the pages of what is there stay shared (gc.freeze in Python's documentation)
-    started = serve(socket.socket(fileno=0))
-    if started is not None:
+    if (started := serve(socket.socket(fileno=0))) is not None:
         become(*started)
 
 

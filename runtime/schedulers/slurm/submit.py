@@ -139,10 +139,8 @@ def submit_run(
     write_atomic(run.script, text, mode=0o700)
     try:
         number = commands.submit(run.script, options)
-    except commands.UncertainError:
-        raise
-    except BaseException:
-        if not existed:
+    except BaseException as error:
+        if not existed and not isinstance(error, commands.UncertainError):
             shutil.rmtree(run.root)
         raise
     job.model_copy(update={"job": number}).write(run.job)
