@@ -119,7 +119,8 @@ def extend(record: Record, epochs: int) -> Record:
         part = run.checkpoint(cut, worker)
         document = going_on(read_document(part), record.batches_per_epoch)
         write_atomic(document_file(part), sealed(tensors_file(part).read_bytes(), document) + "\n")
-    Event(time=time.time(), event="run_extended", epochs=epochs).append(run.events)
+    event = {"time": time.time(), "event": "run_extended", "epochs": epochs}
+    Event.model_validate(event).append(run.events)
     for worker in record.modules:  # from which mpi's state follows
         report = Report.read(run.worker(worker))
         if report.state == "finished":
