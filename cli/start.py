@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,6 +147,7 @@ def run(
       dnictl run bottom --run-dir runs/by-hand
       dnictl run top --run-dir runs/by-hand
     """
+    from dni_runtime.files import locked
     from dni_runtime.image.apptainer import host_environment
     from dni_runtime.plan.prepare import prepare
     from dni_runtime.plan.settings import StartSettings
@@ -172,10 +174,14 @@ def run(
     if dry_run:
         click.echo(shlex.join(argv))
         return
-    if RunDir(root).record.exists():
-        _same_spec(prepared, run_dir, module)
-    else:
-        planned.create()
+    with ExitStack() as stack:
+        with suppress(OSError):  # that is said below; or the file system has no locks
+            root.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(root.parent, lambda: None))  # of neighbours that start, too
+        if RunDir(root).record.exists():
+            _same_spec(prepared, run_dir, module)
+        else:
+            planned.create()
     socket_folder(root)
     environ = dict(os.environ)
     if planned.plan.backend == "apptainer":
