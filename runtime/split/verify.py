@@ -205,9 +205,15 @@ def _compare(
             sizes[_kind(what)] = max(_largest(tensor), sizes.get(_kind(what), 0.0))
     for what in {**whole, **parts}:
         noise = _NOISE * sizes.get(_kind(what), 0.0)
-        some = parts.get(what) or [("", torch.zeros_like(whole[what][0][1]))]
-        ((_, a),) = whole.get(what) or [("", torch.zeros_like(some[0][1]))]
-        for name, b in some:
+        if (what in whole) != (what in parts):  # no gradient is not one of zeros: nothing decays
+            where = "the network" if what in whole else "its parts"
+            raise SpecError(
+                f"the parts of {spec.target} do not compute what it computes: {what} is only in "
+                f"{where} {when}",
+                hint=_HINT,
+            )
+        ((_, a),) = whole[what]
+        for name, b in parts[what]:
             within = max(_WITHIN, 0.0 if _counts(a) else 8 * torch.finfo(a.dtype).eps)
             if a.shape == b.shape and torch.allclose(
                 _real(b), _real(a), rtol=0.0, atol=within * _largest(a) + noise, equal_nan=True

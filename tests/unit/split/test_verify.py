@@ -178,6 +178,13 @@ class Late(Net):
         return h + self.made
 
 
+class Unseen(Net):
+    """A parameter without a use in the trace, whose gradient is zero elsewhere: it decays."""
+
+    def middle(self, h):
+        return h if torch.compiler.is_exporting() else h + 0 * self.norm.weight
+
+
 class Fails(Net):
     def middle(self, h):
         return h + (h.detach().numpy() if not torch.compiler.is_exporting() else 0)
@@ -392,6 +399,7 @@ def test_what_a_module_does_not_use_stays_with_it() -> None:
         ("Statistic", "the buffer 'seen' of 'part-2' differs by .* in training step 1"),
         ("Imaginary", "the buffer 'spun' of 'part-2' differs by .* in training step 1"),
         ("Late", "'made'"),
+        ("Unseen", "the gradient of 'norm.weight' is only in the network in training step 1"),
         ("Fails", r"fails on a batch of .* \(.*violates.py:\d+\)"),
         ("Nothing", "returns NaN for a batch"),
         ("Flips", "'forward' of .* sets 'requires_grad' of 'norm.weight'"),
