@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # torch takes a while to import
     from dni_runtime.data import Batch, DataSource
     from dni_runtime.measure.predictions import Metrics, Predictions
     from dni_runtime.run.documents.exits import Exits
-    from dni_runtime.spec import DataSpec
+    from dni_runtime.spec import DataSpec, Preprocessing
 
 Data: TypeAlias = str | Path | Mapping[str, Any]
 """A data set by name or import path, a path, or keys of the chain's ``data``."""
@@ -299,6 +299,7 @@ class Checkpointed:
         """Give the modules with their trained weights, and the data."""
         from dni_runtime.core.export import load_trained
         from dni_runtime.core.forward import ModuleForward
+        from dni_runtime.data import open_data
         from dni_runtime.plan.prepare import importing_from
 
         self.check_trusted()
@@ -309,7 +310,11 @@ class Checkpointed:
             for module in modules:
                 load_trained(module.layers, module.spec, states)
             own = chain.data.at(self.record.data).of_replica(1)
-            yield modules, evaluation_data(data, own, sources, seed=chain.seed)
+            trained = self.record.preprocessing
+            if data is not None and trained is None and own.dataset == "npz":
+                source = open_data(own, sources, seed=chain.seed, half="samples")
+                trained = source.splits["train"].preprocessing()
+            yield modules, evaluation_data(data, own, sources, trained, seed=chain.seed)
 
     def _states_of(self, cut: int) -> dict[str, Path]:
         return {  # replicas are the same at a checkpoint
@@ -324,12 +329,18 @@ def _batches(source: DataSource) -> Iterator[Batch]:
 
 
 def evaluation_data(
-    data: Data | None, own: DataSpec | None, sources: Path, *, seed: int = 0
+    data: Data | None,
+    own: DataSpec | None,
+    sources: Path,
+    trained: Preprocessing | None = None,
+    *,
+    seed: int = 0,
 ) -> DataSource:
     """Open a data set whose evaluation samples are wanted.
 
-    ``own`` is the chain's, from which keys are taken that ``data`` leaves out. Paths start in the
-    working directory, imports in ``sources``.
+    ``own`` is the chain's, from which keys are taken that ``data`` leaves out. Raw samples of other
+    data are normalised as the training's were (``trained``), never by figures of their own. Paths
+    start in the working directory, imports in ``sources``.
     """
     from dni_runtime.data import DATASETS, Half, open_data, with_defaults
     from dni_runtime.spec.data import PATH, LabelsSpec
@@ -357,7 +368,18 @@ def evaluation_data(
             spec = spec.model_copy(update={"labels": LabelsSpec(dataset=spec.dataset)})
     if spec is None:
         raise UsageError("no data is named", hint="--data '{dataset: npz, path: FILE}'")
-    return open_data(spec, sources, seed=seed, half=half)
+    if data is None:
+        return open_data(spec, sources, seed=seed)
+    source = open_data(spec, sources, seed=seed, half=half, trained=trained)
+    unknown = trained is None and source.splits["eval"].preprocessing() is not None
+    if unknown and spec.dataset == "npz" and "normalize" not in data:
+        raise UsageError(
+            f"how the training's samples were normalised is not known, and those in {spec.path!r} "
+            "are not normalised yet",
+            hint="--data '{dataset: npz, path: FILE, normalize: false}' takes them as the network "
+            "expects them, 'normalize: true' by the figures of that file's x_train",
+        )
+    return source
 
 
 def _other_data(data: Mapping[str, Any], own: DataSpec | None) -> DataSpec:
@@ -391,7 +413,7 @@ def _other_data(data: Mapping[str, Any], own: DataSpec | None) -> DataSpec:
 
 def predict_model(file: Path, data: Data | None, *, trust: bool = False) -> Predictions:
     """Return the outputs of an exported network; its loss is taken to be a cross-entropy."""
-    from dni_runtime.core.export import load_model
+    from dni_runtime.core.export import load_model, read_header
     from dni_runtime.core.forward import as_inputs
     from dni_runtime.measure.predictions import Predictions
     from dni_runtime.plan.prepare import importing_from
@@ -399,6 +421,7 @@ def predict_model(file: Path, data: Data | None, *, trust: bool = False) -> Pred
 
     with importing_from(Path.cwd()):
         model = load_model(file, trust=trust)
-        batches = _batches(evaluation_data(data, None, Path.cwd()))
+        trained = None if file.suffix == ".pt2" else read_header(file).preprocessing
+        batches = _batches(evaluation_data(data, None, Path.cwd(), trained))
         loss = Choice(name="CrossEntropyLoss")
         return Predictions.of(lambda x: model(*as_inputs(x)), batches, loss)

@@ -21,7 +21,7 @@ from dni_runtime.data.splits import Batch, Half, Halves, Split
 from dni_runtime.data.text import TextOptions, find_text
 from dni_runtime.data.user import find_user, with_path
 from dni_runtime.errors import DataError, SpecError
-from dni_runtime.spec import NO_LABEL, DataInfo, DataSpec
+from dni_runtime.spec import NO_LABEL, DataInfo, DataSpec, Preprocessing
 from dni_runtime.spec.load import explain_details, suggestion
 from dni_runtime.spec.named import Frozen
 
@@ -89,14 +89,24 @@ def locate(spec: DataSpec, base: Path) -> Path | None:
     return _find(spec, base, "samples").path
 
 
-def open_data(spec: DataSpec, base: Path, *, seed: int, half: Half | None = None) -> DataSource:
+def open_data(
+    spec: DataSpec,
+    base: Path,
+    *,
+    seed: int,
+    half: Half | None = None,
+    trained: Preprocessing | None = None,
+) -> DataSource:
     """Load the data, or one ``half`` of them: samples, or labels (of ``spec.of_labels``).
 
-    ``seed``, at least 0, is of the order of the training samples and of their augmentation.
+    ``seed``, at least 0, is of the order of the training samples and of their augmentation. With
+    ``trained``, of a training on other data, evaluation samples are normalised as those were.
     """
     found = _found(spec, base, half)
     augment = find_augmentation(spec.augment, base, seed)
     train, evaluation = found.load()
+    if trained is not None and spec.normalize:
+        evaluation = evaluation.normalized(trained)
     return DataSource(found.info, train, evaluation, spec, seed=seed, augment=augment)
 
 

@@ -151,13 +151,9 @@ def _splits(
         x_N, y_N = tensors[f"x_{part}"], tensors[f"y_{part}"]
         if y_N.dtype == torch.uint8:
             y_N = y_N.to(torch.int64)
-        if x_N.dtype == torch.uint8:
-            split = MemorySplit(x_N, y_N, mean, torch.tensor(255.0) if std is None else std)
-        else:
-            if mean is not None and std is not None:
-                x_N = x_N.sub_(mean).div_(std)
-            split = MemorySplit(x_N, y_N, mean, std)
-        splits.append(split)
+        if x_N.dtype == torch.uint8 and std is None:
+            std = torch.tensor(255.0)
+        splits.append(MemorySplit(x_N, y_N, mean, std))
     return splits[0], splits[1]
 
 

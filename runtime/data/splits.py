@@ -6,13 +6,14 @@ Shape suffixes: N samples of a split, B samples of a batch.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dni_runtime.errors import DataError
 from dni_runtime.packing import no_labels
 from dni_runtime.spec import Preprocessing, TensorSpec
 
@@ -51,6 +52,10 @@ class Split(Protocol):
         """Return how its samples were made of raw ones; None if that is not known."""
         return None
 
+    def normalized(self, how: Preprocessing) -> Split:
+        """Return its samples as made of raw ones in another way, if they are made of such."""
+        return self
+
     def in_epoch(self, rng: np.random.Generator) -> Split:
         """Return the samples as one epoch uses them, possibly varied with ``rng``."""
         return self
@@ -62,16 +67,15 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class MemorySplit(Split):
-    """Samples in memory.
+    """Raw samples in memory, which are normalised batch by batch.
 
-    8-bit images stay 8-bit and are normalised batch by batch: a quarter of the memory and loading
-    time of float32, and batches take no longer (gathering rows is memory-bound).
+    8-bit images take a quarter of the memory and loading time of float32, and batches take no
+    longer (gathering rows is memory-bound).
     """
 
-    x: Tensor  # (N, …): uint8 images, or float32 or int64, which stay unchanged
+    x: Tensor  # (N, …): uint8 images, float32, or int64, which is never normalised
     y: Tensor  # (N, …), int64 or float32
-    # Subtracted from uint8 images in their units, from floats before; broadcasts over a sample.
-    mean: Tensor | None = None
+    mean: Tensor | None = None  # subtracted from samples in their units; broadcasts over one
     std: Tensor | None = None  # divisor after that
 
     def __len__(self) -> int:
@@ -79,12 +83,11 @@ class MemorySplit(Split):
 
     def batch(self, order_B: Tensor) -> Batch:
         x = self.x.index_select(0, order_B)
-        if x.dtype == torch.uint8:
+        if self.std is not None:
             x = x.to(torch.float32)
             if self.mean is not None:
                 x.sub_(self.mean)
-            if self.std is not None:
-                x.div_(self.std)
+            x.div_(self.std)
         return x, self.y.index_select(0, order_B)
 
     def classes(self) -> Tensor | None:
@@ -94,12 +97,29 @@ class MemorySplit(Split):
         """Return how its samples were made of raw ones."""
         if self.std is None:
             return None
-        dtype = str(self.x.dtype).removeprefix("torch.")
         return Preprocessing(
-            raw=TensorSpec(shape=tuple(self.x.shape[1:]), dtype=dtype),
+            raw=TensorSpec(shape=tuple(self.x.shape[1:]), dtype=self._dtype),
             mean=(0.0,) if self.mean is None else tuple(self.mean.flatten().tolist()),
             std=tuple(self.std.flatten().tolist()),
         )
+
+    def normalized(self, how: Preprocessing) -> Split:
+        """Return its samples as made of raw ones in another way."""
+        raw, shape = how.raw, self.x.shape[1:]
+        fits = not how.places or (len(shape), shape[0]) == (len(raw.shape), raw.shape[0])
+        if self._dtype != raw.dtype or not fits:
+            raise DataError(
+                f"the samples are {self._dtype}{list(shape)}, and those of the training were "
+                f"{raw.dtype}{list(raw.shape)}",
+                hint="give it raw samples like those, or samples that are prepared as the network "
+                "expects them, with 'normalize: false'",
+            )
+        mean, std = (torch.tensor(one).reshape(how.places) for one in (how.mean, how.std))
+        return replace(self, mean=mean, std=std)
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.x.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -144,6 +164,10 @@ class Halves(Split):
     def preprocessing(self) -> Preprocessing | None:
         """Return how its samples were made of raw ones."""
         return None if self.samples is None else self.samples.preprocessing()
+
+    def normalized(self, how: Preprocessing) -> Halves:
+        """Return its samples as made of raw ones in another way."""
+        return Halves(self.samples and self.samples.normalized(how), self.labels)
 
     def in_epoch(self, rng: np.random.Generator) -> Halves:
         """Return both as one epoch uses them, varied by the same random numbers."""

@@ -96,8 +96,7 @@ class Signature:
         if how is None:
             return inputs
         (x,), (spec,) = inputs, self.inputs.values()
-        places = [-1, *(1 for _ in how.raw.shape[1:])] if len(how.mean) > 1 else []
-        mean, std = (torch.tensor(values).reshape(places) for values in (how.mean, how.std))
+        mean, std = (torch.tensor(values).reshape(how.places) for values in (how.mean, how.std))
         return (x.to(torch.float32).sub_(mean).div_(std).reshape(-1, *spec.shape),)
 
     def zeros(self) -> tuple[Tensor, ...]:

@@ -28,6 +28,11 @@ class Preprocessing(Frozen):
     mean: tuple[float, ...] = Field(min_length=1)
     std: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1)
 
+    @property
+    def places(self) -> list[int]:
+        """The shape of these figures beside a sample."""
+        return [-1, *(1 for _ in self.raw.shape[1:])] if len(self.mean) > 1 else []
+
 
 NO_LABEL = TensorSpec(shape=(0,), dtype="float32")
 """One sample's label on a link without labels, and in modules that do not have them."""

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from dni_runtime.api.checkpointed import Checkpointed, check_ending, evaluation_data
+from dni_runtime.api.checkpointed import (
+    Checkpointed,
+    check_ending,
+    evaluation_data,
+    predict_model,
+)
 from dni_runtime.core import training
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.evaluation import evaluate
 from dni_runtime.data import open_data
-from dni_runtime.errors import DataError, SpecError, UnavailableError
+from dni_runtime.errors import DataError, SpecError, UnavailableError, UsageError
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.initial import _stored
 from dni_runtime.plan.prepare import prepare
@@ -38,10 +45,20 @@ modules:
 CUT = 5
 
 
-def trained(folder: Path, settings: str) -> tuple[Checkpointed, LocalChain]:
+IMAGES = """\
+name: x
+data: {dataset: npz, path: own.npz, batch_size: 8, flatten: true}
+defaults: {interface: exact, optimizer: {SGD: {lr: 0.1}}}
+modules:
+  - {name: a, layers: [{Linear: {in_features: 12, out_features: 4}}]}
+  - {name: b, layers: [{Linear: {in_features: 4, out_features: 2}}]}
+"""
+
+
+def trained(folder: Path, settings: str, text: str = CHAIN) -> tuple[Checkpointed, LocalChain]:
     """A run with a checkpoint after a few batches, and the chain that made it."""
     path = folder / "chain.yaml"
-    path.write_text(CHAIN % settings)
+    path.write_text(text % settings if settings else text)
     prepared = prepare(path)
     run = create_run(folder / "run", prepared, backend="process")
     chain = LocalChain(prepared.workers)
@@ -67,6 +84,63 @@ def test_it_computes_as_the_run_does(
     for name in ("optimization", "interfaces.synthetic", "interfaces.local"):
         monkeypatch.setattr(f"dni_runtime.core.{name}.build_optimizer", None)
     assert run.evaluate() == expected
+
+
+def images(file: Path, mean: float, dtype: str) -> np.ndarray[Any, Any]:
+    """Write images (3, 2, 2) of two classes; return those for evaluation."""
+    rng = np.random.default_rng(int(mean))
+    x = (mean + 20 * rng.random((60, 3, 2, 2))).astype(dtype)
+    y = np.arange(60) % 2
+    np.savez(file, x_train=x[:40], y_train=y[:40], x_eval=x[40:], y_eval=y[40:])
+    return x[40:]
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_other_samples_are_normalised_as_those_of_the_training(
+    tmp_path: Path, dtype: str, known: bool
+) -> None:
+    """By the figures of its samples, not by those of the other file."""
+    images(tmp_path / "own.npz", 30, dtype)
+    with np.load(tmp_path / "own.npz") as archive:
+        own = archive["x_train"].astype(np.float64)
+    run, _ = trained(tmp_path, "", IMAGES)
+    run.export(tmp_path / "model.safetensors", CUT)
+    other = tmp_path / "other.npz"
+    raw = images(other, 120, dtype)
+    x = (raw - own.mean((0, 2, 3), keepdims=True)) / own.std((0, 2, 3), keepdims=True)
+    with torch.no_grad():
+        wanted = run.model(CUT)(torch.from_numpy(x).to(torch.float32).flatten(1))
+    if not known:
+        run.record = run.record.model_copy(update={"preprocessing": None})
+    found = torch.as_tensor(run.predict(str(other), CUT).outputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    data = {"dataset": "npz", "path": str(other), "flatten": True, "labels": "none"}
+    found = torch.as_tensor(predict_model(tmp_path / "model.safetensors", data).outputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_other_raw_samples_are_refused(tmp_path: Path) -> None:
+    """Of another type, or with another number of channels than there are figures."""
+    images(tmp_path / "own.npz", 30, "uint8")
+    run, _ = trained(tmp_path, "", IMAGES)
+    images(tmp_path / "other.npz", 30, "float32")
+    message = r"are float32\[3, 2, 2\], and those of the training were uint8\[3, 2, 2\]"
+    with pytest.raises(DataError, match=message):
+        run.predict(tmp_path / "other.npz", CUT)
+    with pytest.raises(DataError, match=r"are uint8\[1, 8, 8\], and those of the training were"):
+        run.predict({"dataset": "digits"}, CUT)
+
+
+def test_no_figures_are_guessed(tmp_path: Path) -> None:
+    """A network that was trained on what a user's own class returns, and a file of raw samples."""
+    images(tmp_path / "raw.npz", 30, "float32")
+    its = DataSpec.model_validate({"dataset": "its:rows"})
+    data = {"dataset": "npz", "path": str(tmp_path / "raw.npz")}
+    with pytest.raises(UsageError, match="how the training's samples were normalised is not known"):
+        evaluation_data(data, its, tmp_path)
+    ((x, _),) = evaluation_data({**data, "normalize": False}, its, tmp_path).eval_batches()
+    assert torch.as_tensor(x).min() >= 30
 
 
 def test_a_checkpoint_of_other_layers_is_refused(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_figures_that_are_not_numbers_are_null(
     dnictl: Dnictl, run: Checkpointed, folder: Path
 ) -> None:
     """JSON has no NaN: the mean over no label."""
-    x, y = np.zeros((3, 1, 8, 8), np.float32), np.full(3, -100)
+    x, y = np.zeros((3, 1, 8, 8), np.uint8), np.full(3, -100)
     np.savez("ignored.npz", x_train=x, y_train=np.arange(3), x_eval=x, y_eval=y)
     data = "{dataset: npz, path: ignored.npz}"
     said = dnictl("predict", "one", "--data", data, "--json").json
