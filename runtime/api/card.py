@@ -66,6 +66,10 @@ def write_card(record: Record, cut: int, file: Path, *, state_dict: bool = False
         f"Python {record.versions.python}",
         "exported with": f"dni-runtime {__version__}, torch {torch.__version__}",
     }
+    if (how := record.preprocessing) is not None:  # a file alone does not do it
+        mean, std = (", ".join(f"{value:.7g}" for value in of) for of in (how.mean, how.std))
+        flat = ", flattened" if chain.data.flatten else ""
+        rows["input"] = f"raw samples {how.raw}, less {mean}, divided by {std}{flat}"
     if chain.network is not None:
         rows["network"] = chain.network["import"]
     trust = ""

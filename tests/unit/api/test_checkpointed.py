@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,10 @@ def test_other_samples_are_normalised_as_those_of_the_training(
         own = archive["x_train"].astype(np.float64)
     run, _ = trained(tmp_path, "", IMAGES)
     run.export(tmp_path / "model.safetensors", CUT)
+    (line,) = (one for one in (tmp_path / "model.md").read_text().splitlines() if "raw" in one)
+    assert line.startswith(f"| input | raw samples {dtype}[B x 3 x 2 x 2], less ")
+    figures = [float(one) for one in re.findall(r"\d+\.\d+", line)]
+    assert figures == pytest.approx([*own.mean((0, 2, 3)), *own.std((0, 2, 3))], rel=1e-5)
     other = tmp_path / "other.npz"
     raw = images(other, 120, dtype)
     x = (raw - own.mean((0, 2, 3), keepdims=True)) / own.std((0, 2, 3), keepdims=True)
