@@ -19,7 +19,7 @@ from dni_runtime.core.layers import tensors_of
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import StoppedError, UsageError
-from dni_runtime.files import write_atomic, write_json
+from dni_runtime.files import opened, write_atomic, write_json
 from dni_runtime.plan.prepare import CheckedChain, Origin, importing_from
 from dni_runtime.run.cuts import (
     choose_cut,
@@ -29,6 +29,7 @@ from dni_runtime.run.cuts import (
     read_document,
     sealed,
     tensors_file,
+    verify,
 )
 from dni_runtime.run.documents.events import Event
 from dni_runtime.run.documents.reports import Report
@@ -102,6 +103,8 @@ def extend(record: Record, epochs: int) -> Record:
     if epochs == record.epochs and state.phase != "finished":
         return record
     cut, _ = newest_cut(run, record.modules)
+    if cut:
+        verify(run, cut, record.modules)
     chain = longer(record, epochs)
     lengths = {
         worker.module: chain.length(worker.schedule_every, record.batches_per_epoch)
@@ -118,7 +121,8 @@ def extend(record: Record, epochs: int) -> Record:
     for worker in parts_of(run, cut, record.modules) if cut else ():
         part = run.checkpoint(cut, worker)
         document = going_on(read_document(part), record.batches_per_epoch)
-        write_atomic(document_file(part), sealed(tensors_file(part).read_bytes(), document) + "\n")
+        with opened(tensors_file(part)) as file:
+            write_atomic(document_file(part), sealed(file.read(), document) + "\n")
     event = {"time": time.time(), "event": "run_extended", "epochs": epochs}
     Event.model_validate(event).append(run.events)
     for worker in record.modules:  # from which mpi's state follows

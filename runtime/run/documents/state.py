@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, SkipValidation
 
 from dni_runtime.errors import StoppedError
 from dni_runtime.files import overwrite_json, peek_json, write_json, written_lately
+from dni_runtime.run.cuts import is_over
 from dni_runtime.run.documents.base import Document
 from dni_runtime.run.documents.reports import ENDED, Report, WorkerPhase
 from dni_runtime.run.rundir import RunDir
@@ -145,7 +146,7 @@ class RunState(Document):
 
     def _ask_workers(self, run: RunDir) -> None:
         """Derive the phase of a run without a supervisor from the workers' reports."""
-        going_on = False
+        going_on = lately = False
         workers = peek_json(run.plan).get("workers", ())
         planned = {worker["module"]: worker["attempt"] for worker in workers}
         for name, module in self.modules.items():
@@ -156,23 +157,22 @@ class RunState(Document):
                 module.state = report.state
                 if module.pid is None and report.host == socket.gethostname():
                     module.pid, module.born = report.pid, report.born
-            if self.here:
-                alive = lives(module)
-            else:
-                alive = module.state not in ENDED and written_lately(
-                    run.worker(name), report.time, _SILENCE_S
-                )
-            if alive:
+            seen = written_lately(run.worker(name), report.time, _SILENCE_S)
+            lately = lately or seen
+            if lives(module) if self.here else seen and module.state not in ENDED:
                 going_on = True
             elif module.state not in ENDED:
                 module.state = "failed"
         states = {module.state for module in self.modules.values()} - {"inactive"}
-        if going_on:
+        whole = states == {"finished"} and is_over(run, list(self.modules))
+        if going_on or (states == {"finished"} and not whole and lately):  # a part may show late
             self.phase = "unsupervised"
-        elif states == {"finished"}:
+        elif whole:
             self.phase, self.exit_code = "finished", 0
         elif states <= {"finished", "stopped"}:
             self.phase, self.exit_code = "stopped", StoppedError.exit_code
+            if states == {"finished"}:
+                self.error = "the last checkpoint is not complete"
         else:
             self.phase = "lost"
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.errors import CheckpointError, UsageError
+from dni_runtime.errors import CheckpointError, DamagedError, UsageError
 from dni_runtime.files import write_json
 from dni_runtime.plan.carrying import carry_over, extend, going_on
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.prepare import CheckedChain, prepare
-from dni_runtime.run.cuts import is_over, verify
+from dni_runtime.run.cuts import is_over, tensors_file, verify
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 from dni_runtime.worker.checkpoint import copy_state, read, write_part
@@ -128,6 +128,24 @@ def test_more_epochs(stopped: Record, tmp_path: Path) -> None:
     write_json(longer.run.chain, steps.model_dump(mode="json"))
     with pytest.raises(UsageError, match="ends after 'steps: 9', not by its epochs"):
         extend(longer, 4)
+
+
+@pytest.mark.parametrize("how", ["bit", "link"])
+def test_a_damaged_part_is_not_sealed_again(stopped: Record, tmp_path: Path, how: str) -> None:
+    """Its new checksum would fit; a link, which a container can make, leads to any file."""
+    prepared = chain(tmp_path, end=f", {MIDDLE}", width=9)
+    assert prepared.total_steps is not None
+    write(stopped.run.root, prepared, over=True, step=prepared.total_steps)
+    part = tensors_file(stopped.run.checkpoint(5, "b"))
+    if how == "bit":
+        *most, last = part.read_bytes()
+        part.write_bytes(bytes([*most, last ^ 1]))
+    else:
+        part.rename(tmp_path / "elsewhere")
+        part.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedError, match="the part of module 'b' in checkpoint 5"):
+        extend(stopped, 3)
+    assert Record.read(stopped.run.root).epochs == stopped.epochs
 
 
 def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

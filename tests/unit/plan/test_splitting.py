@@ -282,6 +282,27 @@ def test_the_commands(folder: Path) -> None:
         assert "part-2" in done.output
 
 
+def test_cuts_that_cannot_pay_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the command, in its JSON, and in Python; here no chain is fast enough."""
+    monkeypatch.setattr("dni_runtime.split.part._PAYS", float("inf"))
+    runner, argv = CliRunner(), ["split", "words:Model", "--at", "first"]
+    argv += ["--data", "{dataset: 'words:Words', batch_size: 8}"]
+    for more in ([], ["--json"]):
+        assert "times as fast as one process" in runner.invoke(cli, [*argv, *more]).output
+    Chain.split("words:Model", data=SETTINGS["data"], at=["first"], returns=0)
+    assert "times as fast as one process" in caplog.text
+
+
+def test_what_forbids_more_cuts_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = property(lambda program: "not after here: that is changed in place later")
+    monkeypatch.setattr("dni_runtime.network.program.Program.obstacles", told)
+    with pytest.raises(SpecError, match="can be cut in") as caught:
+        split_chain("words:Model", Path("chain.yaml"), SETTINGS, modules=40)
+    assert caught.value.hint == "not after here: that is changed in place later"
+
+
 def test_the_settings_of_a_chain_file(folder: Path) -> None:
     given = {"name": "mine", "epochs": 3, "data": {**SETTINGS["data"], "batch_size": 16}}
     Path("given.yaml").write_text(yaml.safe_dump(given))

@@ -265,6 +265,50 @@ class Filtered(Calm):
         return torch.fft.irfft(torch.fft.rfft(h) * self.filter, n=8)
 
 
+class Halved(Calm):
+    """A layer in bfloat16, whose values pass as they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Linear(8, 8, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x).bfloat16()).float().tanh())
+
+
+class Doubled(Calm):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x).double()).float().tanh())
+
+
+class Bag(Calm):
+    """A layer with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.EmbeddingBag(8, 8, sparse=True)
+
+    def forward(self, x):
+        return super().forward((x * 4).long().clamp(-4, 3) + 4)
+
+
+class Cover(nn.Module):
+    def forward(self, h):
+        return h.masked_fill(h < h.mean(1, keepdim=True), float("-inf"))
+
+
+class Covers(Calm):
+    """A mask of minus infinity passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = Cover()
+
+
 class Raises(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -351,7 +395,10 @@ def test_a_value_may_come_from_elsewhere_in_eval_mode() -> None:
     assert Path("chain.yaml").exists()
 
 
-@pytest.mark.parametrize("name", ["Calm", "Setting", "Hooked", "Still", "Filtered"])
+@pytest.mark.parametrize(
+    "name",
+    ["Calm", "Setting", "Hooked", "Still", "Filtered", "Halved", "Doubled", "Bag", "Covers"],
+)
 def test_parameters_are_trained_as_by_plain_torch(name: str) -> None:
     split(name, "first", "norm")
     chain, state = LocalChain(Chain("chain.yaml").prepared.workers), load_file("chain.safetensors")

@@ -55,6 +55,18 @@ def test_an_activation_ends_the_run_where_nothing_else_is_said(make: Make) -> No
     assert metrics.diverged is not None
 
 
+@pytest.mark.parametrize("what", ["the data", "the activation from 'a'"])
+def test_masks_are_no_divergence(make: Make, what: str) -> None:
+    """They consist of minus infinity; other values that are not finite count beside them."""
+    divergence, _, metrics = make("stop")
+    mask = GOOD.masked_fill(GOOD.cumsum(1) > 3, -math.inf)
+    assert divergence.may_use(3, what, mask)
+    assert metrics.diverged is None
+    for value in (math.inf, math.nan):
+        with pytest.raises((DataError, DivergedError), match=f"{what} is not finite.* at batch 4"):
+            divergence.may_use(4, what, mask.index_fill(1, torch.tensor(0), value))
+
+
 @pytest.mark.parametrize("on_nan", ["stop", "skip", "warn"])
 def test_a_gradient_that_only_teaches_is_left_out(make: Make, on_nan: str) -> None:
     divergence, _, metrics = make(on_nan)

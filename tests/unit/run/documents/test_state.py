@@ -7,9 +7,12 @@ import socket
 import time
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from dni_runtime.errors import DataError
 from dni_runtime.files import read_json, write_json
+from dni_runtime.run.cuts import document_file, sealed, tensors_file
 from dni_runtime.run.documents.state import RunState, process_birth, shell_status
 from dni_runtime.run.rundir import RunDir
 
@@ -26,6 +29,15 @@ def test_round_trip(run: RunDir) -> None:
     assert state.active
     assert (state.pid, state.host) == (os.getpid(), socket.gethostname())
     assert [module.attempt for module in state.modules.values()] == [2, 2]
+
+
+def write_over(run: RunDir, module: str) -> None:
+    """Write a module's part of the cut at the end of the stream."""
+    part = run.checkpoint(9, module)
+    part.parent.mkdir(exist_ok=True)
+    data = save({"x": torch.zeros(1)})
+    tensors_file(part).write_bytes(data)
+    document_file(part).write_text(sealed(data, {"cut": 9, "over": True, "bytes": len(data)}))
 
 
 def without_supervisor(run: RunDir, *reports: str) -> RunState:
@@ -60,8 +72,24 @@ def test_workers_that_go_on_without_a_supervisor(run: RunDir) -> None:
 def test_workers_that_have_ended_without_a_supervisor(
     run: RunDir, reports: tuple[str, ...], phase: str, code: int | None
 ) -> None:
+    for name in ("m0", "m1"):
+        write_over(run, name)
     state = without_supervisor(run, *reports)
     assert (state.phase, state.exit_code, state.active) == (phase, code, False)
+
+
+def test_workers_that_have_finished_without_their_last_checkpoint(run: RunDir) -> None:
+    """A part may show late, where another host has written it; later it is lost."""
+    write_over(run, "m0")
+    state = without_supervisor(run, "finished", "finished")
+    assert (state.phase, state.exit_code) == ("unsupervised", None)
+    for name in ("m0", "m1"):
+        os.utime(run.worker(name), (1, 1))
+    state = RunState.read(run)
+    assert (state.phase, state.exit_code) == ("stopped", 75)
+    assert state.error == "the last checkpoint is not complete"
+    write_over(run, "m1")
+    assert RunState.read(run).phase == "finished"
 
 
 def test_a_worker_that_nobody_has_recorded(run: RunDir) -> None:
