@@ -23,6 +23,7 @@ from dni_runtime.run.record import Record
 from dni_runtime.run.releases import parse_name, unpacked
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import ChainSpec, InitSpec, LayerSpec, WorkerSpec
+from dni_runtime.spec.choices import Location
 from dni_runtime.spec.load import suggestion
 from dni_runtime.spec.replicas import replicas_of
 from dni_runtime.split.network import read_state_dict
@@ -58,17 +59,17 @@ def find_initial(chain: ChainSpec, workers: tuple[WorkerSpec, ...], base: Path) 
     return weights
 
 
-def trained_weights(worker: WorkerSpec, file: Path) -> dict[str, StoredTensor]:
-    """Return where the weights of a module's layers are in its part of a checkpoint."""
-    averages = {} if worker.ema is None else stored_tensors(file, AVERAGE_PREFIX)
-    return averages or stored_tensors(file, LAYERS_PREFIX)
+def trained_weights(worker: WorkerSpec, file: Path, at: Location = ()) -> dict[str, StoredTensor]:
+    """Return where the weights of a module's layers, or their average, are in its part of a cut."""
+    averages = {} if worker.ema is None else stored_tensors(file, AVERAGE_PREFIX, at)
+    return averages or stored_tensors(file, LAYERS_PREFIX, at)
 
 
-def stored_tensors(file: Path, prefix: str = "") -> dict[str, StoredTensor]:
+def stored_tensors(file: Path, prefix: str = "", at: Location = ()) -> dict[str, StoredTensor]:
     """Return where tensors of a file are, by their names without the prefix that they share."""
     return {
         key.removeprefix(prefix): StoredTensor(file, key, shape)
-        for key, shape in _header(file, ())[0]
+        for key, shape in _header(file, at)[0]
         if key.startswith(prefix)
     }
 
@@ -106,7 +107,7 @@ def read_initial(weights: Weights) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield module, loaded
 
 
-def _stored(path: Path, at: tuple[str | int, ...]) -> Iterator[tuple[str, StoredTensor]]:
+def _stored(path: Path, at: Location) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensors of a file, or of a run's newest checkpoint, with their names."""
     if path.is_dir():
         if not RunDir(path).record.exists():
@@ -122,12 +123,10 @@ def _stored(path: Path, at: tuple[str | int, ...]) -> Iterator[tuple[str, Stored
         for worker, module in zip(workers, chain.modules, strict=True):
             file = tensors_file(record.run.checkpoint(cut, replicas[worker.module][0]))
             names = network_names(worker.module, worker.layers, module.init)
-            for key, shape in _header(file, at)[0]:
-                own = key.removeprefix(LAYERS_PREFIX)
-                if key != own:
-                    yield f"{worker.module}.{own}", StoredTensor(file, key, shape)
-                    if (name := name_in_file(own, names)) is not None:
-                        yield name, StoredTensor(file, key, shape)
+            for own, entry in trained_weights(worker, file, at).items():
+                yield f"{worker.module}.{own}", entry
+                if (name := name_in_file(own, names)) is not None:
+                    yield name, entry
         return
     file = path.resolve()  # the user's own links are followed
     if file.suffix != ".safetensors" and file.is_file():
@@ -151,7 +150,7 @@ def _stored(path: Path, at: tuple[str | int, ...]) -> Iterator[tuple[str, Stored
 
 
 def _header(
-    file: Path, at: tuple[str | int, ...]
+    file: Path, at: Location
 ) -> tuple[list[tuple[str, tuple[int, ...]]], ExportHeader | None]:
     """Return names and shapes of a file's tensors, and the network if 'dnictl export' wrote it."""
     try:
@@ -183,7 +182,7 @@ def _matched(
     worker: WorkerSpec,
     init: InitSpec,
     stored: Mapping[str, StoredTensor],
-    at: tuple[str | int, ...],
+    at: Location,
 ) -> dict[str, StoredTensor]:
     """Return the location of each of a module's tensors."""
     names = init.names or network_names(worker.module, worker.layers)

@@ -113,16 +113,24 @@ def test_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
         prepared(tmp_path, default="defaults: {init: {file: old}}")
 
 
+@pytest.mark.parametrize("ema", [None, 0.5])
 @pytest.mark.parametrize("of", ["run", "export", "state.pt", "state.safetensors"])
-def test_by_the_own_names_of_a_network_that_was_split(tmp_path: Path, of: str) -> None:
+def test_by_the_own_names_of_a_network_that_was_split(
+    tmp_path: Path, of: str, ema: float | None
+) -> None:
     """What a run, an export and a state dict hold gives the same weights, however it is cut."""
     (tmp_path / "nets.py").write_text(NET)
     chain = tmp_path / "chain.yaml"
     data = {"dataset": "digits", "flatten": True}
-    two = split_chain("nets:Net", chain, {"data": data}, at=["stem"]).prepared
+    settings = {"data": data, "defaults": {} if ema is None else {"ema": ema}}
+    two = split_chain("nets:Net", chain, settings, at=["stem"]).prepared
     run = create_run(tmp_path / "run", two, backend="process")
     for worker in two.workers:
-        tensors, document = copy_state(ModuleStep(worker))
+        step = ModuleStep(worker)
+        if step.optimization.average is not None:
+            for parameter in step.optimization.average.module.parameters():
+                parameter.data += 1
+        tensors, document = copy_state(step)
         write_part(run, worker.module, (tensors, document | {"cut": 5}))
     trained = Checkpointed(Record.read(run.root))
     if of == "export":
