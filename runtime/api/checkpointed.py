@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch takes a while to import
     from torch import Tensor, nn
 
     from dni_runtime.core.forward import ModuleForward
-    from dni_runtime.data import Batch, DataSource
+    from dni_runtime.data import DataSource
     from dni_runtime.measure.predictions import Metrics, Predictions
     from dni_runtime.run.documents.exits import Exits
     from dni_runtime.spec import DataSpec, Preprocessing
@@ -236,7 +236,7 @@ class Checkpointed:
                 check_metrics(chosen, loss, tail.prediction, tail.label)
                 role = tail.tail.model_copy(update={"metrics": chosen})
                 tail = tail.model_copy(update={"tail": role})
-            return evaluate(partial(predict, modules), _batches(source), tail)
+            return evaluate(partial(predict, modules), source.evaluated()[0], tail)
 
     def predict(self, data: Data | None = None, cut: int | None = None) -> Predictions:
         """The trained network's outputs on the test set, else the evaluation samples.
@@ -257,7 +257,7 @@ class Checkpointed:
             tail = modules[-1].spec
             metrics = () if tail.tail is None else tail.tail.metrics
             network = partial(predict, modules)
-            return Predictions.of(network, _batches(source), tail.loss, metrics)
+            return Predictions.of(network, *source.evaluated(), tail.loss, metrics)
 
     def exits(
         self,
@@ -321,11 +321,6 @@ class Checkpointed:
             module: tensors_file(self.directory.checkpoint(cut, workers[0]))
             for module, workers in replicas_of(self.modules).items()
         }
-
-
-def _batches(source: DataSource) -> Iterator[Batch]:
-    """Return the batches of the test set, else of the evaluation samples."""
-    return source.test_batches() if source.has_test else source.eval_batches()
 
 
 def evaluation_data(
@@ -422,6 +417,6 @@ def predict_model(file: Path, data: Data | None, *, trust: bool = False) -> Pred
     with importing_from(Path.cwd()):
         model = load_model(file, trust=trust)
         trained = None if file.suffix == ".pt2" else read_header(file).preprocessing
-        batches = _batches(evaluation_data(data, None, Path.cwd(), trained))
+        source = evaluation_data(data, None, Path.cwd(), trained)
         loss = Choice(name="CrossEntropyLoss")
-        return Predictions.of(lambda x: model(*as_inputs(x)), batches, loss)
+        return Predictions.of(lambda x: model(*as_inputs(x)), *source.evaluated(), loss)

@@ -194,6 +194,12 @@ class DataSource:
         """Yield the batches of the test set, likewise; none if there is no validation part."""
         return self.batches("test", 0, start)
 
+    def evaluated(self) -> tuple[Iterator[Batch], Tensor]:
+        """Return the batches of the test set, else of an evaluation, and their samples' numbers."""
+        split = "test" if self.has_test else "eval"
+        orders_B = self._part(split, 0)[1]
+        return self.batches(split, 0, 0), torch.cat([self._numbers[split][:0], *orders_B])
+
     def batches(self, split: str, epoch: int, start: int) -> Iterator[Batch]:
         """Yield the batches of ``train``, ``eval`` or ``test`` from one on."""
         part, orders_B = self._part(split, epoch)

@@ -55,14 +55,16 @@ class Predictions:
         cls,
         network: Callable[[Inputs], Tensor],
         batches: Iterable[tuple[Inputs, Tensor]],  # samples and labels
+        numbers_N: Tensor,  # of the samples in the data, in the order of the batches
         loss: Choice,
         metrics: tuple[Choice, ...] = (),
     ) -> Self:
-        """Predict batch by batch."""
+        """Predict batch by batch; ``data.streams`` reads in another order."""
         pairs = [(_outputs(network, x), y) for x, y in batches]
         if not pairs:
             raise DataError("the data have no evaluation samples")
-        outputs, labels = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+        order_N = numbers_N.argsort()
+        outputs, labels = (torch.cat(tensors)[order_N] for tensors in zip(*pairs, strict=True))
         return cls(outputs, labels if labels.numel() else None, loss, metrics)
 
     def evaluate(self, metrics: Metrics | None = None) -> dict[str, float]:

@@ -125,6 +125,21 @@ def test_other_samples_are_normalised_as_those_of_the_training(
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_predictions_are_in_the_datas_order(tmp_path: Path) -> None:
+    """Though ``streams`` read it row by row: 20 samples are 8 streams of 2."""
+    raw = images(tmp_path / "own.npz", 30, "uint8")
+    text = IMAGES.replace("flatten: true", "flatten: true, streams: true, normalize: false")
+    run, _ = trained(
+        tmp_path, "", text.replace("batch_size: 8", "batch_size: 8, eval_batch_size: 8")
+    )
+    with torch.no_grad():
+        wanted = run.model(CUT)(torch.from_numpy(raw[:16] / np.float32(255)).flatten(1))
+    found = run.predict(cut=CUT)
+    torch.testing.assert_close(found.outputs, wanted)
+    assert found.labels is not None
+    assert found.labels.tolist() == [0, 1] * 8
+
+
 def test_other_raw_samples_are_refused(tmp_path: Path) -> None:
     """Of another type, or with another number of channels than there are figures."""
     images(tmp_path / "own.npz", 30, "uint8")

@@ -175,12 +175,13 @@ def test_figures_that_are_not_numbers_are_null(
 
 def test_numbers_are_no_classes() -> None:
     p, y = torch.randn(6, 2), torch.randn(6, 2)
-    found = Predictions.of(lambda x: p, [(p, y)], Choice(name="MSELoss"))
+    found = Predictions.of(lambda x: p, [(p, y)], torch.arange(6), Choice(name="MSELoss"))
     expected = {"loss": float(mse_loss(p, y)), "mae": float((p - y).abs().mean())}
     assert found.evaluate(["mae"]) == pytest.approx(expected)
     assert found.classes is None
     with pytest.raises(UsageError, match="needs labels that are classes"):
         found.confusion()
-    alone = Predictions.of(lambda x: p, [(p, torch.empty(6, 0))], Choice(name="MSELoss"))
+    batches = [(p, torch.empty(6, 0))]
+    alone = Predictions.of(lambda x: p, batches, torch.arange(6), Choice(name="MSELoss"))
     with pytest.raises(UsageError, match="no labels to compare with"):
         alone.evaluate()
