@@ -144,11 +144,14 @@ def export_model(
                 # torch's recurrent cells keep their weights in a list too; they are exported whole.
                 warnings.filterwarnings("ignore", "The tensor attributes", UserWarning)
                 program = torch.export.export(
-                    model, example, dynamic_shapes=({0: torch.export.Dim.AUTO},) * len(example)
+                    model, example, dynamic_shapes=({0: torch.export.Dim.DYNAMIC},) * len(example)
                 )
         except Exception as error:
+            why = str(error).splitlines()[0].partition("! For more information")[0]
+            if why.startswith("Constraints violated"):
+                why = f"its code takes the number of samples for a fixed one ({why})"
             raise UsageError(
-                f"torch.export cannot express this network: {str(error).splitlines()[0]}",
+                f"torch.export cannot express this network: {why}",
                 hint="export to .safetensors instead",
             ) from error
         content = io.BytesIO()

@@ -38,6 +38,13 @@ class Tied(nn.Module):
         return p
 
 
+class EachAlone(nn.Module):
+    """A loop over samples, which a program of torch.export has as often as its example."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([one.cumsum(0) for one in x])
+
+
 AVERAGED = """\
 name: averaged
 defaults: {ema: 0.5, interface: exact, optimizer: {SGD: {lr: 0.5}}}
@@ -105,6 +112,16 @@ def test_tied_weights_come_back(tmp_path: Path, ending: str) -> None:
         expected = chain.steps[0].layers.state_dict()
         for key, value in model.get_submodule("a").state_dict().items():
             assert torch.equal(value, expected[key])
+
+
+@pytest.mark.parametrize("ending", ["pt2", "onnx"])
+def test_a_program_takes_any_number_of_samples(tmp_path: Path, ending: str) -> None:
+    text = AVERAGED.replace("[ReLU]", f"[{{import: '{__name__}:EachAlone'}}]")
+    workers = specs_of(text, DataInfo(sample=float32(4), label=int64(), classes=5))
+    states = saved(LocalChain(workers), tmp_path)
+    with pytest.raises(UsageError, match="takes the number of samples for a fixed one"):
+        export_model(workers, states, tmp_path / f"net.{ending}")
+    assert not (tmp_path / f"net.{ending}").exists()
 
 
 @pytest.mark.parametrize("text", [AVERAGED, CHAIN], ids=["floats", "indices"])
