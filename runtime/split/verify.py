@@ -161,8 +161,7 @@ def _run(parts: Sequence[NetworkPart], pieces: Mapping[str, Piece], xs: list[Ten
             list(outputs if isinstance(outputs, tuple) else [outputs]),
         )
         copies[before] = [
-            output.detach().requires_grad_(output.is_floating_point() and torch.is_grad_enabled())
-            for output in made[before]
+            output.detach().requires_grad_(output.requires_grad) for output in made[before]
         ]
     (y,) = copies[before]
     y.grad = _gradient(y)

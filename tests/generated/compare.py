@@ -69,6 +69,8 @@ REASONS: dict[str, set[str]] = {
     "tied weights of types float32, float64 pass": {"doubled"},
     "tied weights of types complex64, float32 pass": {"spectrum"},
     "tied weights of types bfloat16, float(32|64) pass": {"halved"},
+    # plain torch says so, too, of a pass in eval mode with gradients, as it is traced
+    "cannot be traced.* is a view and is being modified inplace": {"reversal"},
     # torch computes again what is checkpointed, and a module does not
     "changes a tensor in place that its gradient needs": {"recomputed"},
 }

@@ -237,6 +237,18 @@ class Still(Calm):
         return self
 
 
+class Frozen(Calm):
+    """Changes in place what no gradient needs: nothing before it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.first.requires_grad_(False)
+        self.norm.requires_grad_(False)
+
+    def middle(self, h):
+        return self.norm(h).tanh().relu_()
+
+
 class Hooked(Calm):
     """Half of the gradient of a parameter, by both kinds of hooks."""
 
@@ -397,7 +409,18 @@ def test_a_value_may_come_from_elsewhere_in_eval_mode() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["Calm", "Setting", "Hooked", "Still", "Filtered", "Halved", "Doubled", "Bag", "Covers"],
+    [
+        "Calm",
+        "Setting",
+        "Frozen",
+        "Hooked",
+        "Still",
+        "Filtered",
+        "Halved",
+        "Doubled",
+        "Bag",
+        "Covers",
+    ],
 )
 def test_parameters_are_trained_as_by_plain_torch(name: str) -> None:
     split(name, "first", "norm")
