@@ -310,8 +310,9 @@ class Checkpointed:
             for module in modules:
                 load_trained(module.layers, module.spec, states)
             own = chain.data.at(self.record.data).of_replica(1)
-            trained = self.record.preprocessing
-            if data is not None and trained is None and own.dataset == "npz":
+            head, trained = workers[0].head, self.record.preprocessing
+            floats = head is not None and head.samples[0].dtype == "float32" and own.normalize
+            if data is not None and trained is None and floats and own.dataset == "npz":
                 source = open_data(own, sources, seed=chain.seed, half="samples")
                 trained = source.splits["train"].preprocessing()
             yield modules, evaluation_data(data, own, sources, trained, seed=chain.seed)
