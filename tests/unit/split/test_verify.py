@@ -278,23 +278,20 @@ class Filtered(Calm):
 
 
 class Halved(Calm):
-    """A layer in bfloat16, whose values pass as they are."""
+    """A layer of another type, whose values pass as they are."""
+
+    dtype = torch.bfloat16
 
     def __init__(self):
         super().__init__()
-        self.norm = nn.Linear(8, 8, dtype=torch.bfloat16)
+        self.norm = nn.Linear(8, 8, dtype=self.dtype)
 
     def forward(self, x):
-        return self.last(self.norm(self.first(x).bfloat16()).float().tanh())
+        return self.last(self.norm(self.first(x).to(self.dtype)).float().tanh())
 
 
-class Doubled(Calm):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.Linear(8, 8, dtype=torch.float64)
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x).double()).float().tanh())
+class Doubled(Halved):
+    dtype = torch.float64
 
 
 class Bag(Calm):
