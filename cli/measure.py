@@ -150,6 +150,8 @@ def compare(
         every = "exact,synthetic,local,mixed,delayed" if interfaces is None else interfaces
         methods = ways.read_interfaces(_names(every), labelled)
     prepared = prepare(chain, data=data)
+    if prepared.chain.data.per_replica:
+        tell("warning: what trains without replicas, as backpropagation, has the first one's data")
     if prepared.chain.eval_every == 0:
         raise UsageError(
             f"{prepared.locate('eval_every')}: 0, so there are no evaluations to compare",

@@ -114,12 +114,18 @@ def plan_in_allocation(request: StartRequest) -> LaunchPlan:
 
 
 def own_allocation(run: str) -> Allocation:
-    """Return the allocation that this process runs in, for a run of a job."""
+    """Return the allocation that this process runs in, for a run of its job."""
     allocation = allocation_here()
     if allocation is None:
         raise UsageError(
             f"run {run!r} belongs to a Slurm job, but this is not an allocation",
             hint=f"resume it with 'dnictl resume {run}'",
+        )
+    info = commands.job_infos([allocation.job]).get(allocation.job)
+    if info is None or not info.alive:
+        raise UnavailableError(
+            f"SLURM_JOB_ID={allocation.job} says that this is in a Slurm job, which has ended",
+            hint=OUTSIDE,
         )
     return allocation
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -229,6 +230,22 @@ def test_wrong_chain_or_command(
     write_chain(*([change] if change else []))
     check(dnictl(*command), code, parts)
     assert [path.name for path in folder.iterdir()] == ["chain.yaml"]
+
+
+def test_a_comparison_of_data_of_several_owners(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path
+) -> None:
+    x, y = np.zeros((128, 64), np.float32), np.zeros(128, np.int64)
+    for owner in (1, 2):
+        np.savez(folder / f"own-{owner}.npz", x_train=x, y_train=y, x_eval=x, y_eval=y)
+    write_chain(
+        ("dataset: digits", "dataset: npz, path: 'own-{replica}.npz'"),
+        ("epochs: 2", "epochs: 2\neval_every: 0"),
+        ("name: bottom", "name: bottom\n    replicas: 2"),
+    )
+    told = dnictl("compare", "--out", "c")
+    assert told.code == 64
+    assert told.err.startswith("warning: what trains without replicas")
 
 
 # How the run is, the command, its exit code, and what the message must say.
