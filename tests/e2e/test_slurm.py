@@ -202,6 +202,9 @@ def test_an_interface_that_a_node_lacks_is_named(dnictl: Dnictl) -> None:
     assert "10.99.0.0/24" in done.stderr
     assert "10.77.0.2" in done.stderr  # what there is
     assert "log:" in done.stderr
+    dnictl.run("resume")
+    dnictl.run("wait", expect=70, timeout_s=100)  # for the end of the new job
+    assert all(module["attempt"] == 2 for module in dnictl.json("status")["modules"])
 
 
 @pytest.mark.parametrize(

@@ -71,3 +71,4 @@ class JobRecord(Document):
     settings: ProfileSpec = ProfileSpec()  # content of the profile when the run was created
     log_level: str = "info"  # of the workers
     submitted: float = 0.0  # Unix time
+    after: int = 0  # the run's newest attempt when the job was submitted

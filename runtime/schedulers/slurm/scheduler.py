@@ -23,19 +23,23 @@ _FRESH_S = 25.0
 """Age up to which a state is current: the heartbeat of 10 s plus file system caches."""
 
 
-def judge(state: RunState, job: str, info: JobInfo | None, *, told_to_stop: bool) -> RunState:
+def judge(
+    state: RunState, job: str, info: JobInfo | None, *, told_to_stop: bool, again: bool = False
+) -> RunState:
     """Combine a run's own state and its job's state (pure).
 
-    ``info`` is None if Slurm no longer knows the job.
+    ``info`` is None if Slurm no longer knows the job. ``again``: the state is of the time before
+    the job, by which the run is resumed.
     """
     if info is not None and info.alive:
         if info.pending:
             reason = f": {info.reason}" if info.reason else ""
             return state.model_copy(update={"phase": "queued", "error": f"job {job} waits{reason}"})
-        if state.phase == "stopped":  # its script is about to end, or to requeue the job
+        if state.phase == "stopped" and not again:  # its script is about to end, or to requeue it
             return state.model_copy(update={"phase": "stopping"})
-        return state if state.active else state.model_copy(update={"phase": "starting"})
-    if state.phase == "stopped" and told_to_stop:
+        begins = {"phase": "starting", "error": None, "exit_code": None}
+        return state if state.active else state.model_copy(update=begins)
+    if told_to_stop and (again or state.phase == "stopped"):
         return state
     if info is not None and info.completing:  # it ends or is requeued: the next poll shows
         return state.model_copy(update={"phase": "stopping"})
@@ -94,19 +98,31 @@ class Slurm(Scheduler):
         A run's own state is out of date before its start, between two starts, and after its job was
         ended from outside.
         """
-        jobs = dict[RunDir, str]()
+        jobs, resumed = dict[RunDir, str](), set[RunDir]()
         for run, state in zip(runs, states, strict=True):
             record = JobRecord.load(run.job)
-            if record is None or record.job is None or state.phase in ("finished", "failed"):
+            if record is None or record.job is None:
                 continue
-            if not (state.active and written_lately(run.state, state.updated, _FRESH_S)):
-                jobs[run] = record.job
+            if state.phase != "new" and state.attempt <= record.after:
+                resumed.add(run)
+            elif state.phase in ("finished", "failed") or (
+                state.active and written_lately(run.state, state.updated, _FRESH_S)
+            ):
+                continue
+            jobs[run] = record.job
         try:
             infos = job_infos(sorted({*jobs.values()})) if jobs else {}
-        except UnavailableError:
-            return list(states)
+        except UnavailableError:  # that a job is to resume a run is known
+            infos = {jobs[run]: JobInfo("PENDING", "Slurm does not answer") for run in resumed}
+            jobs = {run: jobs[run] for run in resumed}
         return [
-            judge(state, jobs[run], infos.get(jobs[run]), told_to_stop=run.stop_request.exists())
+            judge(
+                state,
+                jobs[run],
+                infos.get(jobs[run]),
+                told_to_stop=run.stop_request.exists(),
+                again=run in resumed,
+            )
             if run in jobs
             else state
             for run, state in zip(runs, states, strict=True)

@@ -23,6 +23,7 @@ from dni_runtime.plan.placement import (
 from dni_runtime.plan.prepare import CheckedChain
 from dni_runtime.plan.settings import Site
 from dni_runtime.run.documents.records import JobRecord
+from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.schedulers.slurm import commands
@@ -167,8 +168,9 @@ def submit_again(run: RunDir, record: JobRecord, log_level: str | None = None) -
     ``record`` is of its former job; the workers log as before by default.
     """
     run.stop_request.unlink(missing_ok=True)
+    new = {"after": RunState.read(run).last_attempt, "log_level": log_level or record.log_level}
     job = commands.submit(run.script, former=record.job)
-    new = {"job": job, "log_level": log_level or record.log_level, "submitted": time.time()}
+    new |= {"job": job, "submitted": time.time()}
     record.model_copy(update=new).write(run.job)
     return job
 

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.errors import UnavailableError, UsageError
+from dni_runtime.run.documents.records import JobRecord
+from dni_runtime.run.documents.state import RunPhase, RunState
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.schedulers.slurm.commands import UncertainError, node_shapes, submit
+from dni_runtime.schedulers.slurm.scheduler import Slurm
 
 
 def test_a_controller_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -45,3 +49,30 @@ def test_an_answer_that_comes_too_late(
             submit(Path("/run/job.sbatch"), former="8")
     else:
         assert submit(Path("/run/job.sbatch"), former="8") == expected
+
+
+@pytest.mark.parametrize("phase", ["failed", "stopped"])
+def test_a_job_that_is_to_resume_a_run(
+    phase: RunPhase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How the run has ended before is no news, whatever Slurm says or does not say."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    run, squeue = RunDir(tmp_path / "run"), tmp_path / "squeue"
+    run.root.mkdir()
+    ended = RunState(phase=phase, attempt=1, exit_code=74, error="full", modules={})
+    for after, script, meaning in (
+        (0, "exit 1", phase),  # its own job
+        (1, "echo '12|PENDING|Resources|'", "queued"),
+        (1, "echo '12|RUNNING|None|n1'", "starting"),
+        (1, "exit 1", "queued"),
+    ):
+        squeue.write_text(f"#!/bin/sh\n{script}\n")
+        squeue.chmod(0o755)
+        JobRecord(job="12", nodes=(0,), after=after).write(run.job)
+        (state,) = Slurm().describe([run], [ended])
+        assert state.phase == meaning
+        assert state.active == (after == 1)
+    squeue.write_text("#!/bin/sh\necho '12|CANCELLED|None|'\n")
+    run.stop_request.parent.mkdir(exist_ok=True)
+    run.stop_request.touch()
+    assert Slurm().describe([run], [ended]) == [ended]
