@@ -86,6 +86,10 @@ def written_cuts(run: RunDir, modules: Sequence[str]) -> list[int]:
     return cuts
 
 
+NOT_OVER = "the last checkpoint is not complete"
+"""Why a run has not finished although all its workers have."""
+
+
 def is_over(run: RunDir, modules: Sequence[str]) -> bool:
     """Whether the newest written cut is the one at the end of the stream."""
     cuts = written_cuts(run, modules)

@@ -15,6 +15,7 @@ from dni_runtime.errors import DivergedError, StoppedError, UsageError, WorkerEr
 from dni_runtime.files import written_lately
 from dni_runtime.plan.plan import SOCKETS_TARGET, LaunchPlan, WorkerPlan
 from dni_runtime.plan.settings import UNSUPERVISED, StartRequest, make_plan
+from dni_runtime.run.cuts import NOT_OVER, is_over
 from dni_runtime.run.documents.records import RunRecord
 from dni_runtime.run.documents.reports import ENDED, Report
 from dni_runtime.run.documents.state import ModuleState, RunState, process_birth
@@ -106,6 +107,11 @@ def _describe(run: RunDir, state: RunState) -> RunState:
         return state
     reports = {name: Report.read(run.worker(name)) for name in record.modules}
     state = judge(reports, {name for name, report in reports.items() if _lives(run, report)})
+    if state.phase == "finished" and not is_over(run, record.modules):
+        if any(_lately(run, report) for report in reports.values()):  # a part may show late
+            state.phase, state.exit_code, state.ended = "stopping", None, None
+        else:
+            state.phase, state.exit_code, state.error = "stopped", StoppedError.exit_code, NOT_OVER
     for name, module in state.modules.items():
         module.log = str(run.log(name, module.attempt))
     return state.model_copy(update={"backend": record.backend})
@@ -169,4 +175,8 @@ def _lives(run: RunDir, report: Report) -> bool:
     if report.host == gethostname():
         born = process_birth(report.pid or 0)
         return born is not None and report.born in (None, born)
+    return _lately(run, report)
+
+
+def _lately(run: RunDir, report: Report) -> bool:
     return written_lately(run.worker(report.module), report.time, _SILENCE_S)

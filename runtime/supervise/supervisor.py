@@ -23,7 +23,7 @@ from dni_runtime.errors import (
     UnansweredError,
 )
 from dni_runtime.plan.plan import Backoff, LaunchPlan
-from dni_runtime.run.cuts import is_over, remove_temporaries
+from dni_runtime.run.cuts import NOT_OVER, is_over, remove_temporaries
 from dni_runtime.run.documents.reports import Report
 from dni_runtime.run.documents.requests import Stop
 from dni_runtime.run.documents.state import COMING, ModuleState, RunState
@@ -461,7 +461,7 @@ class Supervisor:
         if self.state.phase == "finished":
             self.state.error = None
         elif self.state.phase == "stopped":
-            self.state.error = self._stop_reason or "the last checkpoint is not complete"
+            self.state.error = self._stop_reason or NOT_OVER
         self.state.ended = time.time()
         self._journal.event("run_ended", state=self.state.phase, exit_code=self.state.exit_code)
         self._journal.write()

@@ -11,7 +11,9 @@ from dni_runtime.plan.create import create_run
 from dni_runtime.plan.plan import LaunchPlan
 from dni_runtime.plan.prepare import CheckedChain
 from dni_runtime.plan.settings import Site, StartRequest, StartSettings, make_plan
+from dni_runtime.run.cuts import document_file, sealed, tensors_file
 from dni_runtime.run.record import Record
+from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import (
     ChainSpec,
     Choice,
@@ -132,3 +134,11 @@ def plan(
     """A plan for the fresh run."""
     site = Site("process", sockets=tmp_path / "sockets")
     return make_plan(StartRequest(chain, workers, StartSettings(record.run.root), site))
+
+
+def write_over(run: RunDir, module: str) -> None:
+    """Write a module's part of the cut at the end of the stream."""
+    part, data = run.checkpoint(9, module), b"tensors"
+    part.parent.mkdir(exist_ok=True)
+    tensors_file(part).write_bytes(data)
+    document_file(part).write_text(sealed(data, {"cut": 9, "over": True, "bytes": len(data)}))

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, SkipValidation
 
 from dni_runtime.errors import StoppedError
 from dni_runtime.files import overwrite_json, peek_json, write_json, written_lately
-from dni_runtime.run.cuts import is_over
+from dni_runtime.run.cuts import NOT_OVER, is_over
 from dni_runtime.run.documents.base import Document
 from dni_runtime.run.documents.reports import ENDED, Report, WorkerPhase
 from dni_runtime.run.rundir import RunDir
@@ -172,7 +172,7 @@ class RunState(Document):
         elif states <= {"finished", "stopped"}:
             self.phase, self.exit_code = "stopped", StoppedError.exit_code
             if states == {"finished"}:
-                self.error = "the last checkpoint is not complete"
+                self.error = NOT_OVER
         else:
             self.phase = "lost"
 

@@ -22,6 +22,7 @@ from dni_runtime.schedulers.schedulers import read_state
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.data import LabelsSpec
 from dni_runtime.spec.modules import ElasticSpec
+from tests.unit.runs import write_over
 
 SITE = Site("process")
 
@@ -154,6 +155,22 @@ def test_a_run_is_read_by_its_reports(record: Record, monkeypatch: pytest.Monkey
     monkeypatch.setattr("dni_runtime.api.run._STOP_TIMEOUT_S", 0.1)
     with pytest.raises(UsageError, match=r"is still running\n.*end the mpirun"):
         Run(record).stop(0)
+
+
+def test_the_last_checkpoint_belongs_to_the_end(record: Record) -> None:
+    """A part may show late, where another host has written it; later it is lost."""
+    report(record, "finished")
+    assert read_state(record.run).phase == "stopping"
+    for name in record.modules:
+        Report(module=name, attempt=1, state="finished").write(record.run.worker(name))
+        os.utime(record.run.worker(name), (1, 1))
+    state = read_state(record.run)
+    assert (state.phase, state.exit_code) == ("stopped", 75)
+    assert state.error == "the last checkpoint is not complete"
+    for name in record.modules:
+        write_over(record.run, name)
+    state = read_state(record.run)
+    assert (state.phase, state.exit_code, state.error) == ("finished", 0, None)
 
 
 def test_to_resume_is_to_call_mpirun_again(record: Record) -> None:

@@ -7,14 +7,12 @@ import socket
 import time
 
 import pytest
-import torch
-from safetensors.torch import save
 
 from dni_runtime.errors import DataError
 from dni_runtime.files import read_json, write_json
-from dni_runtime.run.cuts import document_file, sealed, tensors_file
 from dni_runtime.run.documents.state import RunState, process_birth, shell_status
 from dni_runtime.run.rundir import RunDir
+from tests.unit.runs import write_over
 
 
 def test_a_run_without_state_is_new(run: RunDir) -> None:
@@ -29,15 +27,6 @@ def test_round_trip(run: RunDir) -> None:
     assert state.active
     assert (state.pid, state.host) == (os.getpid(), socket.gethostname())
     assert [module.attempt for module in state.modules.values()] == [2, 2]
-
-
-def write_over(run: RunDir, module: str) -> None:
-    """Write a module's part of the cut at the end of the stream."""
-    part = run.checkpoint(9, module)
-    part.parent.mkdir(exist_ok=True)
-    data = save({"x": torch.zeros(1)})
-    tensors_file(part).write_bytes(data)
-    document_file(part).write_text(sealed(data, {"cut": 9, "over": True, "bytes": len(data)}))
 
 
 def without_supervisor(run: RunDir, *reports: str) -> RunState:
