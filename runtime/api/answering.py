@@ -43,6 +43,7 @@ def plan_deployment(
     """Plan what answers for a version: ``source`` is a run, or an exported file; writes nothing."""
     version = Version(name=name, source=source, cut=cut)
     if source.is_file():
+        version = version.model_copy(update={"written_ns": source.stat().st_mtime_ns})
         header, network = read_header(source), load_model(source, trust=settings.trust)
         signature = Signature.of(header.inputs, header.outputs)
         signature = _asked(signature, header.preprocessing, settings)

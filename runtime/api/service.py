@@ -177,6 +177,11 @@ class Service:
         else:
             if self._former is None:
                 raise UsageError("there is no version before this one")
+            if self._former.changed:
+                raise UsageError(
+                    f"version {self._former.name} was from {str(self._former.source)!r}, which has "
+                    "been written anew: name what is to answer with --update"
+                )
             changes = {"source": self._former.source, "cut": self._former.cut}
             self._update(order.model_copy(update=changes))
 

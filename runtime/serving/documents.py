@@ -72,10 +72,18 @@ class Version(Document):
     name: str
     source: Path
     cut: int | None = None
+    written_ns: int | None = None  # when the file was, that it is from
     run: Path | None = None  # the directory of its workers' run; None: in the service's process
     state: Literal["starting", "ready", "draining", "stopped", "failed"] = "starting"
     share: float = 0.0  # percent of the requests that name no version
     error: str | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether it is from a file that is another one now."""
+        if self.written_ns is None:
+            return False
+        return not self.source.is_file() or self.source.stat().st_mtime_ns != self.written_ns
 
 
 class ServiceState(Document):

@@ -378,6 +378,9 @@ def test_versions_change_without_a_lost_request(served: Served) -> None:
     served.run("serve", "--rollback")
     served.ask(torch.randn(1, 64))
     assert served.json("serve", "--status")["versions"][-1]["source"].endswith("/trained")
+    (served.folder / "model.safetensors").touch()
+    refused = served.run("serve", "--rollback", expect=70)
+    assert "model.safetensors', which has been written anew" in refused.stderr
 
 
 def state_of(served: Served, number: int) -> str:
