@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 from click.core import ParameterSource
 
-from dni_runtime.errors import DataError, UsageError
+from dni_runtime.errors import UsageError
 from dni_runtime.run.releases import parse_name
 from dnictl.terminal import noted, tell
 
@@ -318,7 +317,7 @@ def new_run(
     from dni_runtime.plan.create import check_place, run_root
 
     check_place(run_dir, runs, name)  # before torch is imported
-    from dni_runtime.api.run import runs_in
+    from dni_runtime.api.run import active_runs
     from dni_runtime.plan.prepare import prepare
     from dni_runtime.plan.settings import StartSettings
 
@@ -335,10 +334,8 @@ def new_run(
         its = chosen_run(carry, runs)
         its.check_trusted()
         prepared = carry_over(prepared, its.record, its.state())
-    with contextlib.suppress(DataError, OSError):  # of a run that is damaged
-        for run, state in runs_in(runs, chain=prepared.chain.name):
-            if state.active and run.record.is_callers:
-                tell(f"another run of this chain is {state.phase}: dnictl stop {run.name}")
+    for notice in active_runs(runs, prepared.chain.name):
+        tell(notice)
     root = run_root(prepared.chain.name, run_dir, runs, name)
     return prepared, StartSettings(root, backend, images, log_level=log_level)
 

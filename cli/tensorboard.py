@@ -51,5 +51,6 @@ def tensorboard(run: Run, logdir: Path | None, follow: bool) -> None:
             if not follow:
                 break
     if not answered({"run": run.name, "logdir": str(board.folder), "events": events}):
-        click.echo(f"{board.folder}: {sum(events.values())} new events of {len(events)} modules")
+        new = f"{sum(events.values())} new events of {len(events)} modules"
+        click.echo(f"{board.folder}: {new if events else 'nothing is measured yet'}")
         click.echo(f"  → tensorboard --logdir {board.folder}", err=True)

@@ -19,6 +19,9 @@ from dni_runtime.spec.replicas import tails_of
 _BEGINNING = "---\nlibrary_name: dni-runtime\n"
 """Of a card's metadata (Hugging Face Hub, "Model Cards"), by which one is known again."""
 
+_DATA = {"dataset", "path", "args", "train", "evaluation", "batch_size"}
+_DATA |= {"train_limit", "eval_limit", "validation"}
+
 _LOADING = {
     ".safetensors": 'import dni_runtime\n\nmodel = dni_runtime.load("{}"{trust})',
     ".pt2": 'import dni_runtime\n\nmodel = dni_runtime.load("{}", trust=True)',
@@ -52,10 +55,10 @@ def write_card(record: Record, cut: int, file: Path, *, state_dict: bool = False
     evaluations = MetricsReader(record).read(RunState.read(record.run)).evaluations
     figures = next((line.figures for line in evaluations if line.step == step), {})
     metadata = {"tags": ["pytorch", "dni-runtime"], "metrics": [*figures]}
-    data = chain.data.model_dump(include={"dataset", "batch_size", "train_limit", "validation"})
+    data = chain.data.model_dump(mode="json", include=_DATA)
     rows = {
         "run": f"{record.name}, checkpoint {cut}, in epoch {epoch} of {record.epochs}",
-        "data": ", ".join(f"{name} {value}" for name, value in data.items() if value is not None),
+        "data": ", ".join(f"{name} {value}" for name, value in data.items() if value),
         "loss": ", ".join(item.loss.name for item in chain.losses or ()) or chain.loss.name,
         "evaluation": ", ".join(
             f"{name} {'not finite' if value is None else format(value, '.4g')}"

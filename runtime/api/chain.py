@@ -11,7 +11,7 @@ import yaml
 from torch import nn
 
 from dni_runtime.api.planning import plan_run
-from dni_runtime.api.run import Run
+from dni_runtime.api.run import Run, active_runs
 from dni_runtime.errors import UsageError
 from dni_runtime.files import write_atomic
 from dni_runtime.plan.create import check_place, run_root
@@ -283,7 +283,7 @@ class Chain:
         root = run_root(prepared.chain.name, *place)
         start = StartSettings(root, backend, Path(images), log_level=log_level)
         planned = plan_run(prepared, start)
-        for notice in planned.site.notices:
+        for notice in (*active_runs(runs, prepared.chain.name), *planned.site.notices):
             _log.warning("%s", notice)
         planned.launch().detach()
         return Run.open(root)

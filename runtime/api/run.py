@@ -573,3 +573,16 @@ def runs_in(folder: Path | str, chain: str | None = None) -> list[tuple[Run, Run
     """
     runs = [Run(record) for record in list_runs(Path(folder)) if chain in (None, record.chain)]
     return list(zip(runs, read_states([run.directory for run in runs]), strict=True))
+
+
+def active_runs(folder: Path | str, chain: str) -> list[str]:
+    """What a user should know of the own runs of a chain that are active already."""
+    try:
+        runs = runs_in(folder, chain)
+    except (DataError, OSError):  # one is damaged
+        return []
+    return [
+        f"another run of this chain is {state.phase}: dnictl stop {run.name}"
+        for run, state in runs
+        if state.active and run.record.is_callers
+    ]

@@ -68,7 +68,7 @@ def carry_over(prepared: CheckedChain, record: Record, state: RunState) -> Check
         if was != now:
             raise UsageError(
                 f"{prepared.locate('data', key)} is {now!r}, and was {was!r} in run {name!r}, "
-                "which stopped in the midst of its data"
+                "whose place in the data is that of other batches"
             )
     with importing_from(prepared.base.absolute()):
         _check_layers(_shapes(workers), _shapes(prepared.workers), name)

@@ -19,7 +19,14 @@ from dni_runtime.resolve.describe import with_frozen
 from dni_runtime.spec import Choice, DataSpec
 from dni_runtime.spec.load import explain_details, parse_choice, parse_yaml
 from dni_runtime.split.balance import Balance
-from dni_runtime.split.chainfile import HEADER, OF_A_PART, check_place, replacing, write_chain
+from dni_runtime.split.chainfile import (
+    HEADER,
+    OF_A_PART,
+    OF_NETWORK,
+    check_place,
+    replacing,
+    write_chain,
+)
 from dni_runtime.split.network import chain_name, freeze_named, load_weights, network_of, take_apart
 from dni_runtime.split.part import Parts
 from dni_runtime.split.plan import SplitRequest
@@ -56,15 +63,24 @@ def split_chain(
     """Take a network apart, and write a chain file and its weights."""
     check_place(path, HEADER, force=force)
     base = path.parent.absolute()
-    own = _settings_of_modules(settings, len(at) + 1 if at else modules)
+    own = _settings_of_modules(settings, len(at) + 1 if at else modules, interface)
     try:
         data = with_defaults(DataSpec.model_validate(settings["data"]), base)
     except ValidationError as error:
         at_, message, hint = explain_details(error, DataSpec)
         raise SpecError(message, location=("data", *at_), hint=hint) from None
-    chosen = settings.get("defaults", {}).get("interface")
-    if interface is not None:
-        chosen = parse_choice(interface)
+    defaults = settings.get("defaults") or {}
+    if (init := defaults.get("init")) and not (
+        isinstance(init, Mapping) and init.get("names") == OF_NETWORK
+    ):
+        raise UsageError(
+            "'defaults.init' of the settings would give way to the network's own weights",
+            hint="leave it out; --weights names a state dict to start from",
+        )
+    chosen = defaults.get("interface") if interface is None else parse_choice(interface)
+    interfaces = [chosen]
+    if interface is None and any("interface" in module for module in own):
+        interfaces = [module.get("interface", chosen) for module in own[:-1]]
     request = SplitRequest(
         modules=modules,
         at=tuple(at),
@@ -72,7 +88,9 @@ def split_chain(
         links=links,
         batch_size=data.batch_size,
         loss=Choice.model_validate(settings.get("loss", "CrossEntropyLoss")),
-        interfaces=() if chosen is None else (Choice.model_validate(chosen),),
+        interfaces=tuple(
+            None if choice is None else Choice.model_validate(choice) for choice in interfaces
+        ),
     )
     with importing_from(base), built_once():
         info = describe(data, base)
@@ -89,7 +107,6 @@ def split_chain(
             network.load_state_dict(state.state_dict())
             names += _frozen(network, state)
         if names:
-            defaults = settings.get("defaults", {})
             frozen = with_frozen(defaults, freeze_named(spec, network, names))
             settings = {**settings, "defaults": {**defaults, "freeze": frozen}}
         parts = take_apart(spec, network, info, request, first_batch(data, base))
@@ -112,14 +129,18 @@ def _frozen(network: nn.Module, state: nn.Module) -> list[str]:
     return [name for (name, own), p in pairs if own.requires_grad and not p.requires_grad]
 
 
-def _settings_of_modules(settings: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
-    """Return the modules that the settings have, for as many parts."""
+def _settings_of_modules(
+    settings: Mapping[str, Any], count: int, interface: str | None
+) -> list[Mapping[str, Any]]:
+    """Return the modules that the settings have, for as many parts; ``interface`` is of all."""
     modules = settings.get("modules") or []
-    keys = sorted({key for one in modules for key in one} - OF_A_PART)
+    keys = {key for module in modules for key in module} - OF_A_PART
+    if interface is None and any("interface" in module for module in modules):
+        keys.add("interface")
     if keys and len(modules) != count:
         raise UsageError(
             f"the {len(modules)} modules of the settings have their own "
-            f"{', '.join(map(repr, keys))}, and the network is cut into {count}",
+            f"{', '.join(map(repr, sorted(keys)))}, and the network is cut into {count}",
             hint=f"cut it into as many (--modules {len(modules)}), or move that to 'defaults'",
         )
     return modules if keys else []

@@ -29,6 +29,9 @@ _OWN = frozenset({"torch", "numpy", "safetensors", "dni-runtime", "pyyaml", "pyd
 OF_A_PART = frozenset({"name", "inputs", "interface", "layers"})
 """What a module of a chain file has from its part."""
 
+OF_NETWORK = {"0.network": ""}
+"""Where the weights are in a part, whose file has the network's own names."""
+
 
 def weights_beside(path: Path) -> Path:
     """Return the file of the initial weights of a chain file."""
@@ -106,7 +109,7 @@ def write_chain(
     needed = requirements(targets, path.parent)
     if needed:
         image["requirements"] = list(dict.fromkeys([*image.get("requirements", []), *needed]))
-    defaults["init"] = {"file": weights.name, "names": {"0.network": ""}}
+    defaults["init"] = {"file": weights.name, "names": OF_NETWORK}
     head = {"name": name, **rest, **({"image": image} if image else {}), "defaults": defaults}
     write_weights(path, network.state_dict())
     write_atomic(path, chain_text(head, spec, parts, modules).encode(), mode=0o644)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dni_runtime import Run
+from dni_runtime.run.cuts import written_cuts
 from tests.e2e.conftest import CHAIN, Site, missing
 
 pytestmark = pytest.mark.e2e
@@ -29,6 +30,10 @@ from dni_runtime import Callback
 class Broken(Callback):
     def on_evaluation(self, evaluation):
         raise ValueError("nobody listens")
+
+    def on_checkpoint(self, cut, folder):
+        with open("cuts", "a") as file:
+            file.write(f"{cut} {folder}\\n")
 """
 
 
@@ -66,6 +71,10 @@ def test_trackers_get_each_evaluation(site: Site, monkeypatch: pytest.MonkeyPatc
         (count,) = database.execute("SELECT count(*) FROM metrics").fetchone()
     database.close()
     assert count == 4
+
+    told = [line.split() for line in (site.folder / "cuts").read_text().splitlines()]
+    assert [int(Path(folder).name) for _, folder in told] == [int(cut) for cut, _ in told]
+    assert int(told[-1][0]) == written_cuts(run.directory, run.modules)[-1]
 
     failures = [one for one in run.events() if one.event == "callback_failed"]
     assert [(one.what, one.error) for one in failures] == [

@@ -21,7 +21,7 @@ from dni_runtime.core.export import connect
 from dni_runtime.core.layers import build_module
 from dni_runtime.errors import DataError, DniError, SpecError, UsageError
 from dni_runtime.plan.prepare import importing_from, prepare
-from dni_runtime.plan.splitting import SplitChain, split_chain
+from dni_runtime.plan.splitting import SplitChain, settings_of, split_chain
 from dnictl.main import cli
 
 SOURCE = Path(__file__).parents[2] / "data" / "words.py"
@@ -374,6 +374,25 @@ def test_settings_of_modules_go_to_as_many_parts(folder: Path) -> None:
     assert (taken.prepared.chain.epochs, found["image"]) == (3, image)
     with pytest.raises(UsageError, match="the 2 modules of the settings have their own 'device'"):
         split_chain("words:Model", Path("chain.yaml"), settings, modules=3)
+
+
+def test_what_modules_learn_by_and_start_from_is_not_dropped(folder: Path) -> None:
+    settings = {**SETTINGS, "modules": [{"name": "x", "interface": "exact"}, {"name": "y"}]}
+    (first, _) = split_chain("words:Model", Path("chain.yaml"), settings, at=["first"]).parts
+    assert (first.interface and first.interface.name, first.because) == ("exact", "asked")
+    again = settings_of(Path("chain.yaml"))  # has an 'init' of its own
+    (first, _) = split_chain("words:Model", Path("chain.yaml"), again, at=["first"]).parts
+    assert first.because == "asked"
+    (first, _) = split_chain(
+        "words:Model", Path("chain.yaml"), again, at=["first"], interface="delayed"
+    ).parts
+    assert first.interface is not None
+    assert first.interface.name == "delayed"
+    with pytest.raises(UsageError, match="modules of the settings have their own 'interface'"):
+        split_chain("words:Model", Path("chain.yaml"), settings, modules=3)
+    given = {**SETTINGS, "defaults": {"init": {"file": "weights.safetensors"}}}
+    with pytest.raises(UsageError, match=r"'defaults.init' of the settings .*\n.*--weights"):
+        split_chain("words:Model", Path("chain.yaml"), given, at=["first"])
 
 
 COUNTED = """
