@@ -121,7 +121,10 @@ def own_allocation(run: str) -> Allocation:
             f"run {run!r} belongs to a Slurm job, but this is not an allocation",
             hint=f"resume it with 'dnictl resume {run}'",
         )
-    info = commands.job_infos([allocation.job]).get(allocation.job)
+    try:
+        info = commands.job_infos([allocation.job]).get(allocation.job)
+    except UnavailableError:  # who starts steps waits for Slurm
+        return allocation
     if info is None or not info.alive:
         raise UnavailableError(
             f"SLURM_JOB_ID={allocation.job} says that this is in a Slurm job, which has ended",

@@ -140,6 +140,7 @@ def test_dry_runs_print_json_where_asked(
     }  # fmt: skip
 
     program("scontrol", "echo n1\necho n2\n")
+    program("squeue", "echo '8|RUNNING|None|n[1-2]'\n")
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     path = write_chain(("epochs: 2", "epochs: 2\nlinks: {interface: lo}"))

@@ -43,9 +43,10 @@ def test_a_job_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     squeue = tmp_path / "squeue"
     for name, value in PLAIN.items():
         monkeypatch.setenv(name, value)
-    squeue.write_text("#!/bin/sh\necho '7|RUNNING|None|n[1-2]'\n")
-    squeue.chmod(0o755)
-    assert own_allocation("r").job == "7"
+    squeue.touch(0o755)
+    for script in ("echo '7|RUNNING|None|n[1-2]'", "echo 'no answer' >&2; exit 1"):
+        squeue.write_text(f"#!/bin/sh\n{script}\n")
+        assert own_allocation("r").job == "7"
     for script in (
         "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
         "echo '7|COMPLETED|None|n[1-2]'",

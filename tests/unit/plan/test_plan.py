@@ -123,7 +123,8 @@ def _plain(document: Any) -> Any:
 @pytest.fixture
 def allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job on two nodes."""
-    monkeypatch.setattr(commands, "run_slurm", lambda argv: (0, "n1\nn2\n", ""))
+    said = {"scontrol": "n1\nn2\n", "squeue": "7|RUNNING|None|n[1-2]\n"}
+    monkeypatch.setattr(commands, "run_slurm", lambda argv: (0, said[argv[0]], ""))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setenv("DNI_SCRATCH", "/scratch/7")
