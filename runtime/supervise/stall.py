@@ -16,8 +16,8 @@ waits for neighbour  the neighbour has finished, for as long                    
 ===================  ==============================================================  ============
 
 Only changes of reports count, never the times in them: the clocks of hosts differ. Nobody waits too
-long for a neighbour while some worker cannot use its links, as its disk is slow: that time is left
-out.
+long for a neighbour while some worker cannot use its links, as it starts or its disk is slow: that
+time is left out.
 """
 
 from __future__ import annotations
@@ -310,6 +310,8 @@ class StallRule:
 
     def _kept_from_links(self, seen: _Observations) -> bool:
         """Whether a worker may have to send something again, but cannot: its disk is slow, say."""
+        if seen.phase in ("starting", "connecting"):
+            return True
         return seen.phase == "running" and (seen.doing == "checkpoint" or self._silent(seen))
 
     def _silent(self, seen: _Observations) -> bool:

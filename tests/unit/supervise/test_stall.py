@@ -205,12 +205,15 @@ def test_time_with_a_checkpoint_is_no_time_of_waiting() -> None:
         assert bool(found) == (s >= 300 + STALL_S)
 
 
-def test_who_has_waited_for_a_slow_disk_waits_anew_when_it_has_written() -> None:
-    """The head writes for long; what it then sends is still on its way."""
+@pytest.mark.parametrize("phase", ["running", "starting", "connecting"])
+def test_who_has_waited_for_a_slow_disk_waits_anew_when_it_has_written(phase: str) -> None:
+    """The head writes, or starts again, for long; what it then sends is still on its way."""
     rule, found = StallRule(NAMES, STALL_S), list[int]()
     for s in range(400):
-        doing = "checkpoint" if 10 <= s < 300 else "window"
+        slow = 10 <= s < 300
+        doing = "checkpoint" if slow and phase == "running" else "window"
         head = report(9 if s > 5 else s, doing, time=s, saving=s if doing == "checkpoint" else None)
+        head |= {"state": phase} if slow else {}
         waiting = {name: report(4, "input", time=s) for name in NAMES[1:]}
         if rule.look(float(s), read({"bottom": head, **waiting})):
             found.append(s)
