@@ -197,8 +197,6 @@ class Run(Checkpointed):
         grace_s = timeout_s
         if grace_s is None:
             grace_s = (PlanHeader.peek(self.directory.plan) or PlanHeader()).stop_grace_s
-        if state.phase == "unsupervised" and job is None:
-            return end_leftovers(self.directory, state, grace_s + _STOP_TIMEOUT_S / 2)
         if not state.active:
             return state
         Stop(time=time.time(), timeout_s=timeout_s).write(self.directory.stop_request)
@@ -208,6 +206,8 @@ class Run(Checkpointed):
         # lives, some still save something.
         until, updated = time.monotonic() + grace_s + _STOP_TIMEOUT_S, state.updated
         for state in self.states(_STOP_POLL_S if job is None else _POLL_S):
+            if state.phase == "unsupervised" and job is None:  # or has just become so
+                return end_leftovers(self.directory, state, grace_s + _STOP_TIMEOUT_S / 2)
             if state.phase == "stopping" and state.updated != updated:
                 updated, until = state.updated, max(until, time.monotonic() + _STOP_TIMEOUT_S)
             if time.monotonic() >= until:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -170,8 +171,14 @@ def test_workers_go_on_without_their_supervisor(site: Site) -> None:
     site.run("resume", "-d")  # stops them after a common checkpoint, and goes on from there
     eventually("all train", goes_on(site))
     assert site.json("status")["attempt"] == 2
-    os.kill(RunState.read(site.latest).pid, signal.SIGKILL)
-    assert site.json("stop") == {"run": site.latest.root.name, "state": "stopped", "exit_code": 75}
+    supervisor = RunState.read(site.latest).pid
+    os.kill(supervisor, signal.SIGSTOP)
+    stop = site.start("stop", "--json")
+    eventually("the supervisor is asked", site.latest.stop_request.exists)
+    os.kill(supervisor, signal.SIGKILL)
+    ended = json.loads(stop.communicate(timeout=120)[0])
+    assert ended == {"run": site.latest.root.name, "state": "stopped", "exit_code": 75}
+    assert stop.returncode == 0
     assert not processes_of(site.folder)
 
 
