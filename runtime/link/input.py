@@ -144,7 +144,7 @@ class InputLink(LinkEnd):
         keys: Keyring | None = None,  # for addresses where links are encrypted
         # only this module was restarted: it takes all that the module upstream can still send, also
         # what it has processed before
-        again: bool = False,
+        restarted: bool = False,
     ) -> None:
         if edge is None:
             (edge,) = spec.sources
@@ -157,7 +157,7 @@ class InputLink(LinkEnd):
             run=run,
             received=received,
             counters=self.counters,
-            again=again,
+            restarted=restarted,
             carries=self.carries if self.routed else None,
         )
         self._answers = Answers(self._receiver, resend=edge.resend, send=self._send)

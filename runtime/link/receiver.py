@@ -56,7 +56,7 @@ class Receiver:
         counters: LinkCounters,
         # this module was restarted while its neighbours kept running: it takes all that the first
         # peer can still send, and passes it on again
-        again: bool = False,
+        restarted: bool = False,
         # whether the batch with an id comes this way; None: all do
         carries: Callable[[int], bool] | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class Receiver:
         self._begun_at = received
         self.peer: bytes | None = None  # identity of the accepted peer's connection
         self.ended = False  # whether the peer has sent BYE
-        self._again = again
+        self._restarted = restarted
         # handshake messages to send, each with the identity of its receiver
         self.replies: deque[tuple[bytes, list[Buffer]]] = deque()
         self._limits = contract.down
@@ -171,7 +171,7 @@ class Receiver:
                 "handshake",
                 f"the chain has begun again at {hello.cut}; this process is of {self._begun_at}",
             )
-        if refusal is None and hello.cut is not None and not (self.session or self._again):
+        if refusal is None and hello.cut is not None and not (self.session or self._restarted):
             mine = self.order.received
             refusal = None if hello.cut == mine else Refusal(CUT, str(mine), str(hello.cut))
         if refusal is not None:
@@ -189,8 +189,8 @@ class Receiver:
         if identity != self.peer:
             self.peer = identity
             self.counters.handshakes += 1
-        start = self.order.start_at if self._again else self.order.skip_to
-        lost, self._again = start(hello.first), False
+        start = self.order.start_at if self._restarted else self.order.skip_to
+        lost, self._restarted = start(hello.first), False
         if lost:
             self.counters.gaps = self.order.gaps
             log.warning(

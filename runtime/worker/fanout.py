@@ -49,7 +49,7 @@ class Fanout:
             for links in self._outputs
         )
 
-    def room_or_alone(self) -> bool:
+    def room_without_lost(self) -> bool:
         """Whether all windows of links that are not lost have room."""
         return all(link.room or link.lost for link in self.links)
 

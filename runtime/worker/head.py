@@ -177,7 +177,7 @@ class Head:
         output: Fanout | None,  # None in a chain of one module
     ) -> None:
         # position: of the stream, after the newest item that was supplied
-        self.position = self._here = start.position
+        self.position = self._cursor = start.position
         spec = metrics.spec
         self._role = role = spec.head
         self._takes = (0,) if role is None else role.takes
@@ -185,7 +185,7 @@ class Head:
         self._stream = stream
         self._rounds = Rounds(metrics.run, spec, start.begun, stream.samples)
         self._progress = ledger.progress
-        self._used = self._used_before() if start.again else ledger.progress.counts.id
+        self._used = self._used_before() if start.restarted else ledger.progress.counts.id
         self._metrics = metrics
         self._output = output
         self._next_id = start.first_id
@@ -227,7 +227,7 @@ class Head:
             return
         # An id that an earlier attempt may have used keeps its meaning.
         id = max(self._next_id, self._used + 1)
-        if self._here.part or (rounds.alone and id > self._next_id):
+        if self._cursor.part or (rounds.alone and id > self._next_id):
             return  # no marker goes between the parts of a batch
         rounds.join(id, self._wanted, ends=self._ends_early)
         self._wanted, self._ends_early = NOTHING, False
@@ -242,7 +242,7 @@ class Head:
             marker = self._asked_for(id)
             if marker is not None:
                 return marker
-            if self._ends and self._here.part == 0 and self._here.phase == "train":
+            if self._ends and self._cursor.part == 0 and self._cursor.phase == "train":
                 self._ends = False
                 self._stream.end()
             item = self._item(id)
@@ -250,7 +250,7 @@ class Head:
                 self._read = item
                 return None
             if item.x is None and not item.mark:  # of another replica
-                self._next_id, self._here = id + 1, item.position
+                self._next_id, self._cursor = id + 1, item.position
                 continue
             self._supply(id, item.position)
             if item.x is None or item.y_BY is None:
@@ -268,8 +268,8 @@ class Head:
             if agreed.id == id and agreed.mark:
                 mark = Mark(agreed.mark)
                 if self._role is not None:
-                    mark |= self._here.sync(self._role)
-                self._supply(id, self._here)
+                    mark |= self._cursor.sync(self._role)
+                self._supply(id, self._cursor)
                 return Marker(id, self._progress.epoch, mark)
         return None
 
@@ -314,8 +314,8 @@ class Head:
 
     def _supply(self, id: int, position: Position) -> None:
         """Note that an item is supplied."""
-        self._before.append((id, self._here))
-        self._next_id, self._here, self.position = id + 1, position, position
+        self._before.append((id, self._cursor))
+        self._next_id, self._cursor, self.position = id + 1, position, position
         self._forget()
 
     def _forget(self) -> None:

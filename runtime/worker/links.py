@@ -58,7 +58,7 @@ class WorkerLinks:
             spec,
             run,
             address=options.connect,
-            again=start.again,
+            restarted=start.restarted,
             stop=attempt.stop,
             sockets=options.ipc,
             # attempts are counted for all workers together only by a supervisor
@@ -81,7 +81,7 @@ class WorkerLinks:
                 edge,
                 run=self._name,
                 received=self._start.cut,
-                again=self._start.again,
+                restarted=self._start.restarted,
                 keys=self._keys,
             )
             for edge in edges
@@ -102,7 +102,7 @@ class WorkerLinks:
             run=self._name,
             next_id=next_id,
             keys=self._keys,
-            cut=None if self._start.again else self._start.cut,
+            cut=None if self._start.restarted else self._start.cut,
             attempt=self._options.attempt,
         )
 
@@ -132,7 +132,7 @@ class WorkerLinks:
 
     def meet(self) -> bool:
         """Open all links; return False if a module upstream has finished."""
-        after = self._start.again and self._spec.module != FRONT
+        after = self._start.restarted and self._spec.module != FRONT
         if self.input is not None and after and not self._go_on_after(self.input):
             return False
         self._connect()

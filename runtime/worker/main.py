@@ -145,7 +145,7 @@ class Worker:
 
     def live(self) -> Stage:
         """Meet the neighbours, then train until the end of the stream; return how it ended."""
-        metrics, again = self._metrics, self._start.again
+        metrics, restarted = self._metrics, self._start.restarted
         metrics.now("data")
         source, labels = self._head_data(), self._tail_labels()
         metrics.now("start")
@@ -159,7 +159,9 @@ class Worker:
             metrics.loaded_at = time.time()
             if not self._links.meet():
                 return _left_behind(self._spec, self._start)
-            if self._options.resume == AUTO and not again:  # the neighbours begin at the same cut
+            if (
+                self._options.resume == AUTO and not restarted
+            ):  # the neighbours begin at the same cut
                 forget_later(self._run, self._spec, self._start)
             if self._stop():
                 raise StoppedError("stopped before training began")

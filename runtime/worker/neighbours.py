@@ -82,7 +82,7 @@ class Neighbours:
         run: RunDir,
         *,
         address: str | None,  # of the module downstream, if not from its endpoint record
-        again: bool,  # only this module has been restarted: a neighbour may have finished
+        restarted: bool,  # only this module has been restarted: a neighbour may have finished
         stop: Callable[[], bool],
         sockets: str = "",  # folder of the run's ipc sockets, as this process sees it
         since: int = 0,  # first attempt of this start: endpoints of earlier ones may lack links
@@ -91,7 +91,7 @@ class Neighbours:
         self._spec = spec
         self._run = run
         self._address = address
-        self._again = again
+        self._restarted = restarted
         self._stop = stop
         self._attempts: dict[int, int] = {}  # by the link's number
         self._look_at_s: dict[int, float] = {}
@@ -206,7 +206,7 @@ class Neighbours:
 
     def gone_for_good(self, neighbour: str) -> bool:
         """Whether this module was restarted, and a neighbour has finished."""
-        return self._again and Report.read(self._run.worker(neighbour)).state == "finished"
+        return self._restarted and Report.read(self._run.worker(neighbour)).state == "finished"
 
     def remains(self, neighbour: str) -> bool:
         """Whether a neighbour that is out of reach still runs, by its report, or is restarted."""

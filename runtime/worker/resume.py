@@ -44,7 +44,7 @@ _LAG_S = 4.0
 @dataclass
 class Start:
     cut: int = 0  # id up to which the module has been trained
-    again: bool = False  # this module was restarted alone, the others continue
+    restarted: bool = False  # this module was restarted alone, the others continue
     first_id: int = 1  # that the module may send; for the head, also of its stream
     position: Position = field(default_factory=Position)  # the head's, before that id
     over: bool = False  # the stream ends at the cut
@@ -77,23 +77,23 @@ def begin(
     # this attempt's number may have been used by a supervisor that could not record it
     if first is not None and counted is not None and first <= counted.attempt <= attempt > first:
         choice = OWN
-    again, began = choice == OWN, int(since) if since.isdecimal() else 0
-    state = checkpoint.read_newest(run, spec.module) if again else None
-    if not again or (began and (state is None or state[1]["cut"] <= began)):
+    restarted, began = choice == OWN, int(since) if since.isdecimal() else 0
+    state = checkpoint.read_newest(run, spec.module) if restarted else None
+    if not restarted or (began and (state is None or state[1]["cut"] <= began)):
         state = _at_cut(since, run, spec, chain)
-    start, progress = Start(again=again), ModuleProgress()
+    start, progress = Start(restarted=restarted), ModuleProgress()
     if state is None and spec.initial:
         step.load_initial(run.initial(module_of(spec.module)))
     if state is not None:
         checkpoint.restore(step, *state)
-        start, progress = _start(state[1], again=again, since=since)
+        start, progress = _start(state[1], restarted=restarted, since=since)
         if state[1].get("taken") and step.shared is not None:
             step.shared.joined()
         log.info(
             "module %s resumes at %d of the stream, step %d", spec.module, start.cut, step.batches
         )
     start.begun = first or 0
-    if again:
+    if restarted:
         at_cut = progress.step
         ledger = Ledger.reopen(run.ledger(spec.module), progress, attempt)
         step.optimization.count(progress.step - at_cut)
@@ -206,18 +206,18 @@ def _as_own(
     return tensors | {"random.cpu": torch.get_rng_state()}, document
 
 
-def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, ModuleProgress]:
+def _start(state: dict[str, Any], *, restarted: bool, since: str) -> tuple[Start, ModuleProgress]:
     """Return where a module with this state's document starts, and its progress there.
 
-    ``again``: only this module starts there. ``since`` is the cut that the whole chain started at:
-    nothing before it is resent.
+    ``restarted``: only this module starts there. ``since`` is the cut that the whole chain started
+    at: nothing before it is resent.
     """
     try:
         cut, counted = state["cut"], state["counted"]
-        start = Start(cut=cut, again=again, first_id=cut + 1, over=state["over"])
+        start = Start(cut=cut, restarted=restarted, first_id=cut + 1, over=state["over"])
         if "position" in state:
             start.position = Position(**state["position"])
-            if not again or since == str(cut):
+            if not restarted or since == str(cut):
                 # all modules restart an evaluation that the cut lies within
                 start.position = replace(start.position, eval_batch=0)
             elif "again" in state:

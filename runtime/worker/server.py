@@ -175,7 +175,7 @@ class ModuleServer:
             return False
         if self._output is None or self._output.room:
             return True
-        return self._goes_on_alone and self._output.room_or_alone()
+        return self._goes_on_alone and self._output.room_without_lost()
 
     def _take(self) -> bool:
         """Handle the next item, if there is one."""

@@ -78,7 +78,7 @@ def test_a_marker_that_cannot_be_noted_travels(
 
 def test_a_restarted_head_repeats_its_stream(run: RunDir, make_spec: MakeSpec) -> None:
     """What it is asked for waits until ids come that nobody has had."""
-    start = Start(cut=3, again=True, first_id=3, position=at(2))
+    start = Start(cut=3, restarted=True, first_id=3, position=at(2))
     MarkRequest(id=4, mark=int(Mark.CHECKPOINT)).append(run.marks("stem"))
     with closing(Ledger(run.ledger("stem"), ModuleProgress(Counts(id=5)))) as ledger:
         made = head(run, make_spec, None, start, ledger)

@@ -168,7 +168,7 @@ def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(run: 
     outcomes: list[Stage] = []
     with (
         worker_of(run, spec) as worker,
-        closing(InputLink(below, run="run", received=had, again=True)) as input,
+        closing(InputLink(below, run="run", received=had, restarted=True)) as input,
         closing(OutputLink(spec, run="run")) as output,
     ):
         address = input.bind(f"ipc://{run.root}/b.sock")

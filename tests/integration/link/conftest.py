@@ -56,13 +56,13 @@ class Links:
         *,
         run: str = "run",
         received: int = 0,
-        again: bool = False,
+        restarted: bool = False,
         keys: Any = None,
         **fields: Any,
     ) -> InputLink:
         spec = self._make_spec("tail", **fields)
         return self._stack.enter_context(
-            closing(InputLink(spec, run=run, received=received, again=again, keys=keys))
+            closing(InputLink(spec, run=run, received=received, restarted=restarted, keys=keys))
         )
 
     def pair(

@@ -40,7 +40,7 @@ def test_a_lost_neighbour_is_noticed_and_found_elsewhere(links: Links, address: 
     links.until(lambda: output.lost, "lost")
     output.send_batch(Batch(4, 1, Mode.TRAIN, (), Y), H)
 
-    again = links.input(received=2, again=True)
+    again = links.input(received=2, restarted=True)
     elsewhere = again.bind(address.replace("tail", "elsewhere"))
     assert elsewhere != actual or address.startswith("tcp")
     output.move(elsewhere)

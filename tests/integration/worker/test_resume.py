@@ -24,7 +24,7 @@ def test_what_it_has_written_on_another_host_may_be_seen_late(run: RunDir) -> No
     ledger.rename(hidden)
     later = threading.Timer(0.5, hidden.rename, [ledger])
     later.start()
-    assert start(run, spec, "10", attempt=5, first=4)[0].again
+    assert start(run, spec, "10", attempt=5, first=4)[0].restarted
     later.join()
 
 

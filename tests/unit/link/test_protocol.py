@@ -115,10 +115,12 @@ def make_sender(
 
 
 def make_receiver(
-    spec: WorkerSpec, run: str = "run", received: int = 0, again: bool = False
+    spec: WorkerSpec, run: str = "run", received: int = 0, restarted: bool = False
 ) -> Receiver:
     contract = LinkContract.of(spec, spec.sources[0])
-    return Receiver(contract, run=run, received=received, counters=LinkCounters(), again=again)
+    return Receiver(
+        contract, run=run, received=received, counters=LinkCounters(), restarted=restarted
+    )
 
 
 @pytest.fixture
@@ -320,15 +322,15 @@ def test_a_silent_neighbour_is_asked_what_it_has_got(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stem", "tail", "again"), [(200, 300, False), (300, 200, False), (200, 300, True)]
+    ("stem", "tail", "restarted"), [(200, 300, False), (300, 200, False), (200, 300, True)]
 )
 def test_neighbours_begin_at_one_cut(
-    make_spec: MakeSpec, stem: int, tail: int, again: bool
+    make_spec: MakeSpec, stem: int, tail: int, restarted: bool
 ) -> None:
     """Unless one of them was restarted while the other went on."""
     sender = make_sender(make_spec("stem"), next_id=stem + 1, cut=stem)
-    pair = Pair(sender, make_receiver(make_spec("tail"), received=tail, again=again))
-    if again:
+    pair = Pair(sender, make_receiver(make_spec("tail"), received=tail, restarted=restarted))
+    if restarted:
         pair.probe()
         assert sender.state is State.OPEN
         return
@@ -546,7 +548,7 @@ def test_what_is_drained_stays_drained(make_spec: MakeSpec) -> None:
     """Both ends were restarted: this one will send again what the other has been trained on."""
     pair = Pair(
         make_sender(make_spec("stem"), next_id=85),
-        make_receiver(make_spec("tail"), received=100, again=True),
+        make_receiver(make_spec("tail"), received=100, restarted=True),
     )
     pair.probe()
     assert pair.sender.drained == 84
@@ -724,7 +726,7 @@ def test_a_restarted_module_gets_again_what_it_may_not_have_sent_on(make_spec: M
         pair.up(Message(Kind.ACK, "run", "tail", ack=id))
     pair.send(7)
     # Its snapshot is of 5; what it had acknowledged since is lost, but for what upstream retains.
-    pair.receiver = make_receiver(make_spec("tail"), received=5, again=True)
+    pair.receiver = make_receiver(make_spec("tail"), received=5, restarted=True)
     pair.identity, pair.got = b"\x00next", []
     pair.probe()
     assert pair.got == [4, 5, 6, 7]
@@ -742,7 +744,7 @@ def test_a_restarted_module_counts_what_is_lost_to_it(make_spec: MakeSpec) -> No
     for id in range(1, 9):
         pair.send(id)
         pair.up(Message(Kind.ACK, "run", "tail", ack=id))
-    pair.receiver = make_receiver(make_spec("tail"), received=3, again=True)
+    pair.receiver = make_receiver(make_spec("tail"), received=3, restarted=True)
     pair.identity, pair.got = b"\x00next", []
     pair.probe()
     assert (pair.got, pair.receiver.counters.gaps) == ([8], 4)

@@ -115,7 +115,7 @@ class World:
     def neighbours(
         self,
         *,
-        again: bool = False,
+        restarted: bool = False,
         address: str | None = None,
         until_s: float = 1e9,
         since: int = 0,
@@ -124,7 +124,7 @@ class World:
             self.spec,
             self.run,
             address=address,
-            again=again,
+            restarted=restarted,
             stop=lambda: self.age_s >= until_s,
             since=since,
         )
@@ -310,13 +310,13 @@ def test_a_supervisor_that_writes_nothing_for_a_minute_restarts_nobody(world: Wo
     assert known.expected("tail")
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_a_module_downstream_that_has_finished(world: World, again: bool) -> None:
+@pytest.mark.parametrize("restarted", [True, False])
+def test_a_module_downstream_that_has_finished(world: World, restarted: bool) -> None:
     """A report of an earlier start does not count when all modules start."""
     world.report("tail", "finished")
-    connect(world, again=again, until_s=5.0)
-    assert world.dismissed == again
-    assert (world.age_s == 0) == again
+    connect(world, restarted=restarted, until_s=5.0)
+    assert world.dismissed == restarted
+    assert (world.age_s == 0) == restarted
 
 
 def test_a_worker_that_is_stopped_connects_no_more(world: World) -> None:
@@ -341,9 +341,9 @@ def test_a_worker_looks_for_its_neighbour_by_name(
     assert sum(world.reads.values()) < 80
 
 
-def wait_for_upstream(world: World, *, again: bool = False) -> bool:
+def wait_for_upstream(world: World, *, restarted: bool = False) -> bool:
     link: Any = world
-    return world.neighbours(again=again).wait_for_upstream(link)
+    return world.neighbours(restarted=restarted).wait_for_upstream(link)
 
 
 def test_a_module_upstream_that_comes(make_world: MakeWorld) -> None:
@@ -372,7 +372,7 @@ def test_a_module_upstream_that_is_being_restarted(make_world: MakeWorld) -> Non
 def test_a_module_upstream_that_has_finished(make_world: MakeWorld) -> None:
     world = make_world("tail")
     world.at[7.0] = lambda: world.report("stem", "finished")
-    assert not wait_for_upstream(world, again=True)
+    assert not wait_for_upstream(world, restarted=True)
     assert world.age_s == 10
 
 
@@ -385,7 +385,7 @@ def test_all_modules_upstream_are_waited_for(make_world: MakeWorld) -> None:
         source="side", wait_for_peer=lambda deadline_s, stop: asked.append(deadline_s)
     )
     world.links.append(other)  # type: ignore[arg-type]
-    assert not wait_for_upstream(world, again=True)
+    assert not wait_for_upstream(world, restarted=True)
     assert len(asked) == 1
 
 
@@ -458,12 +458,12 @@ def test_a_lost_neighbour_without_a_record(world: World) -> None:
     assert not world.dismissed
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_a_lost_neighbour_that_has_finished(world: World, again: bool) -> None:
+@pytest.mark.parametrize("restarted", [True, False])
+def test_a_lost_neighbour_that_has_finished(world: World, restarted: bool) -> None:
     world.lost = True
     world.report("tail", "finished")
-    look(world, world.neighbours(again=again))
-    assert world.dismissed == again
+    look(world, world.neighbours(restarted=restarted))
+    assert world.dismissed == restarted
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_new_replica_takes_the_first_ones_weights_but_not_its_counts(
     assert new.counts == Counts(id=10, epoch=2, attempt=4)
     assert totals([one.counts for one in (first, second, new)]) == totals(before)
     assert [(one.step, one.samples) for one in (first.counts, second.counts)] == [(5, 40), (6, 41)]
-    assert (new.start.cut, new.start.again, new.start.begun) == (10, False, 4)
+    assert (new.start.cut, new.start.restarted, new.start.begun) == (10, False, 4)
     assert new.step.batches == first.step.batches == 40, "its schedules go on with the others'"
     assert new.step.optimization.schedules[0].state_dict() == (
         first.step.optimization.schedules[0].state_dict()
@@ -221,7 +221,7 @@ def test_a_new_replica_that_died_before_its_first_checkpoint_begins_where_all_di
         assert started(run, spec).counts.step == 0
     started(run, spec, trains=3)
     again = started(run, spec, attempt=5)
-    assert (again.start.again, again.start.cut, again.start.begun) == (True, 10, 4)
+    assert (again.start.restarted, again.start.cut, again.start.begun) == (True, 10, 4)
     assert again.weight == 10.0
     assert (again.counts.id, again.counts.step, again.counts.samples) == (13, 3, 24)
     assert again.counts.epoch_batches == 3
@@ -237,7 +237,11 @@ def test_who_has_taken_the_counts_of_others_has_them_once(run: RunDir) -> None:
     spec, other = replicas("b", 2)
     first = started(run, spec, trains=2)
     again = started(run, spec, attempt=5)
-    assert (again.start.again, again.start.cut, again.counts.step) == (True, 10, first.counts.step)
+    assert (again.start.restarted, again.start.cut, again.counts.step) == (
+        True,
+        10,
+        first.counts.step,
+    )
     second = started(run, other)
     step, samples, _ = totals(before)
     assert totals([again.counts, second.counts])[:2] == (step + 2, samples + 16)
@@ -251,10 +255,10 @@ def test_a_new_replica_of_the_head_begins_at_the_firsts_position(run: RunDir) ->
     first, new = replicas("a", 2)
     for spec in (first, new):
         begun = started(run, spec, trains=1).start
-        assert (begun.again, begun.first_id) == (False, 11)
+        assert (begun.restarted, begun.first_id) == (False, 11)
         assert begun.position == Position(epoch=2, batch=9, step=11, eval_batch=0)
         again = started(run, spec, attempt=5).start
-        assert (again.again, again.first_id, again.position) == (True, 11, begun.position)
+        assert (again.restarted, again.first_id, again.position) == (True, 11, begun.position)
 
 
 def test_one_that_has_a_state_of_its_own_again_goes_on_with_that(run: RunDir) -> None:
@@ -277,7 +281,7 @@ def test_a_ledger_of_an_earlier_start_says_nothing_of_this_one(
     spec = replicas("b", 3)[2]
     Ledger(run.ledger("b.3"), ModuleProgress(Counts(id=25, step=20)), attempt=3).close()
     found = started(run, spec, attempt=5)
-    assert (found.start.again, found.counts.step, found.weight) == (False, 0, 10.0)
+    assert (found.start.restarted, found.counts.step, found.weight) == (False, 0, 10.0)
 
 
 @pytest.mark.parametrize(("given", "count"), [({}, 2), ({"a": 1, "b": 3}, 3)])

@@ -329,9 +329,9 @@ def test_a_batch_goes_where_there_is_room() -> None:
     output = fanout(a, b)
     assert not output.room
     assert output.fullest is a
-    assert not output.room_or_alone()
+    assert not output.room_without_lost()
     a.lost = True
-    assert output.room_or_alone()
+    assert output.room_without_lost()
     h: Tensor = torch.zeros(2, 1)
     output.send_batch(batch(5, 1.0), h)
     assert (a.missed, a.sent, b.missed, b.sent) == ([5], [], [], [5])

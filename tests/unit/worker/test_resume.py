@@ -61,7 +61,7 @@ def test_its_own_newest_state(run: RunDir) -> None:
     write(run, spec, cut=10, step=8)
     write(run, spec, snapshot=17, step=15)
     found, counts, weight = start(run, spec, "own")
-    assert (found.cut, found.again, weight, counts.step) == (17, True, 17.0, 15)
+    assert (found.cut, found.restarted, weight, counts.step) == (17, True, 17.0, 15)
     write(run, spec, cut=20, step=18)
     assert start(run, spec, "own")[2] == 20.0
     assert run.checkpoint(10, "b").with_suffix(".json").exists()  # others may need their part
@@ -73,15 +73,15 @@ def test_one_that_is_restarted_goes_on_where_it_was_if_it_has_begun(run: RunDir)
     write(run, spec, cut=10, step=8)
     write(run, spec, cut=20, step=18)
     found, counts, weight = start(run, spec, "10", attempt=4, first=4)  # with the whole chain
-    assert (found.again, weight, counts.attempt) == (False, 10.0, 4)
+    assert (found.restarted, weight, counts.attempt) == (False, 10.0, 4)
     assert not run.checkpoint(20, "b").with_suffix(".json").exists()
     write(run, spec, snapshot=17, step=15)
     found, counts, weight = start(run, spec, "10", attempt=5, first=4)
-    assert (found.again, weight, counts.attempt) == (True, 17.0, 5)
-    assert start(run, spec, "10", attempt=6, first=4)[0].again
-    assert start(run, spec, "10", attempt=6, first=4)[0].again  # a supervisor has lost count
+    assert (found.restarted, weight, counts.attempt) == (True, 17.0, 5)
+    assert start(run, spec, "10", attempt=6, first=4)[0].restarted
+    assert start(run, spec, "10", attempt=6, first=4)[0].restarted  # a supervisor has lost count
     found, counts, weight = start(run, spec, "10", attempt=7, first=7)  # again the whole chain
-    assert (found.again, weight, counts.step) == (False, 10.0, 8)
+    assert (found.restarted, weight, counts.step) == (False, 10.0, 8)
 
 
 def test_a_head_that_is_restarted_does_not_go_back_beyond_where_the_chain_has_begun(
@@ -92,9 +92,9 @@ def test_a_head_that_is_restarted_does_not_go_back_beyond_where_the_chain_has_be
     write(run, spec, cut=10, step=8)
     start(run, spec, "10", attempt=4, first=4)
     found, *_ = start(run, spec, "10", attempt=5, first=4)
-    assert (found.again, found.first_id, found.position.batch) == (True, 11, 8)
+    assert (found.restarted, found.first_id, found.position.batch) == (True, 11, 8)
     found, *_ = start(run, spec, "own")
-    assert (found.again, found.first_id, found.position.batch) == (True, 10, 7)
+    assert (found.restarted, found.first_id, found.position.batch) == (True, 10, 7)
 
 
 def test_one_that_died_before_it_had_begun_begins_with_the_others(
@@ -106,7 +106,7 @@ def test_one_that_died_before_it_had_begun_begins_with_the_others(
     write(run, spec, cut=20, step=18)
     Ledger(run.ledger("b"), ModuleProgress(Counts(id=25)), attempt=3).close()  # of the start before
     found, _, weight = start(run, spec, "10", attempt=5, first=4)
-    assert (found.again, weight) == (False, 10.0)
+    assert (found.restarted, weight) == (False, 10.0)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "10"])
@@ -116,7 +116,7 @@ def test_all_modules_begin_at_a_complete_cut(run: RunDir, wanted: str) -> None:
     write(run, workers()[1], cut=20, step=18)
     write(run, workers()[1], snapshot=25, step=22)
     found, counts, weight = start(run, workers()[1], wanted)
-    assert (found.cut, found.again, weight, counts.step) == (10, False, 10.0, 8)
+    assert (found.cut, found.restarted, weight, counts.step) == (10, False, 10.0, 8)
     if wanted == "auto":  # nothing goes before the neighbours have agreed
         assert run.snapshot("b").exists()
         assert run.checkpoint(20, "b").with_suffix(".json").exists()

@@ -87,7 +87,7 @@ class Site:
         counted = ids[max(len(ids) - 1 - draw.randint(0, 1), 0)]
         id = draw.choice([one for one in ids if one <= counted])
         position = past.get(id, Position())
-        start = Start(cut=id, again=True, first_id=id + 1, position=position, begun=7)
+        start = Start(cut=id, restarted=True, first_id=id + 1, position=position, begun=7)
         self.heads[number] = self.started(number, (counted, start))
 
 
