@@ -237,10 +237,23 @@ def _beside(folder: Path, chain: ChainSpec) -> ChainSpec:
     return chain.model_copy(update={"mounts": mounts, "image": image, "data": data})
 
 
+_loaded: dict[str, tuple[Path, int]] = {}
+"""By module: the folder of :func:`importing_from` that it came from, and its file's time."""
+
+
 @contextmanager
 def importing_from(folder: Path) -> Iterator[None]:
-    """Make a folder the base of the user's import paths."""
-    for name in NEEDED if str(folder.absolute()) not in sys.path else ():
+    """Make a folder the base of the user's import paths.
+
+    What was imported from another folder, a run's say, or has been edited since, is imported anew.
+    """
+    folder = folder.absolute()
+    if any(_is_another(name, folder) for name in _loaded):
+        for name in _loaded:  # all: one may hold what it took from another
+            sys.modules.pop(name, None)
+        _loaded.clear()
+    before = set(sys.modules)
+    for name in NEEDED if str(folder) not in sys.path else ():
         for file in (folder / f"{name}.py", folder / name / "__init__.py"):
             if file.exists():
                 raise hides(str(file), name)
@@ -250,3 +263,22 @@ def importing_from(folder: Path) -> Iterator[None]:
     finally:
         if str(folder) in sys.path:
             sys.path.remove(str(folder))
+        for name in sys.modules.keys() - before:
+            file = Path(getattr(sys.modules[name], "__file__", None) or "")
+            if file.is_relative_to(folder) and file.is_file():
+                _loaded[name] = folder, file.stat().st_mtime_ns
+
+
+def _is_another(name: str, folder: Path) -> bool:
+    """Whether a folder has another content for a module that was imported."""
+    former, written_ns = _loaded[name]
+    file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    if not file.is_relative_to(former):  # the user has imported another one since
+        return False
+    here = folder / file.relative_to(former)
+    try:
+        if here.samefile(file):
+            return file.stat().st_mtime_ns != written_ns
+        return here.read_bytes() != file.read_bytes()
+    except OSError:  # the folder has none
+        return False

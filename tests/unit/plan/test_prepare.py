@@ -226,7 +226,9 @@ def test_what_is_imported_is_kept_for_workers(tmp_path: Path) -> None:
     assert sorted(sources) == sorted(set(files) - {"kept/nets/unused.py"})
 
 
-def test_a_copy_of_what_is_imported_hides_nothing(tmp_path: Path) -> None:
+def test_a_copy_of_what_is_imported_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = """\
 import torch
 
@@ -248,6 +250,11 @@ class Points(torch.utils.data.Dataset):
     assert prepare(tmp_path / "mine" / "chain.yaml").info.train_samples == 16
     assert prepare(tmp_path / "copy" / "chain.yaml").info.train_samples == 16
     (tmp_path / "copy" / "copied.py").write_text(data.replace("16", "17"))
+    assert prepare(tmp_path / "copy" / "chain.yaml").info.train_samples == 17
+    # What the program itself has imported stays.
+    monkeypatch.delitem(sys.modules, "copied")
+    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
+    import_module("copied")
     with pytest.raises(SpecError, match=r"copy/copied.py is hidden by .*mine/copied.py"):
         prepare(tmp_path / "copy" / "chain.yaml")
 
@@ -260,6 +267,25 @@ def test_tied_weights_have_a_gradient_in_whole_batches(tmp_path: Path) -> None:
     looked = prepare(tmp_path / "chain.yaml").looked
     assert looked is not None
     assert looked.checked[-1].startswith("training and evaluation of 32 ")
+
+
+def test_two_runs_with_other_code_of_the_same_name(tmp_path: Path) -> None:
+    """In one process each has its own; the same code is imported once."""
+    codes = {"a": "VALUE = 1", "b": "VALUE = 2", "c": "VALUE = 2"}
+    found = {}
+    for folder, code in codes.items():
+        for name in ("twice.py", "of/__init__.py"):
+            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "of/__init__.py").write_text("")
+        (tmp_path / folder / "of/inner.py").write_text(code)
+        (tmp_path / folder / "twice.py").write_text("from of.inner import VALUE")
+        with importing_from(tmp_path / folder):
+            found[folder] = import_module("twice")
+    assert [one.VALUE for one in found.values()] == [1, 2, 2]
+    assert found["b"] is found["c"]
+    (tmp_path / "c" / "of/inner.py").write_text("VALUE = 34")
+    with importing_from(tmp_path / "c"):
+        assert import_module("twice").VALUE == 34, "it has been edited"
 
 
 @pytest.mark.parametrize("file", ["torch.py", "numpy/__init__.py"])
