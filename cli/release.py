@@ -129,7 +129,8 @@ def pull(address: str, key: Path | None, unsigned: bool, plain_http: bool) -> No
     """Fetch a release from a registry.
 
     Its signature and all of its parts are checked. Then its name stands for a run: dnictl serve,
-    predict, export. An address with a digest (@sha256:…) needs no signature.
+    predict, export. An address with a digest (@sha256:…) needs no signature; with --key it is
+    checked, too.
 
     \b
     Example:
@@ -144,7 +145,8 @@ def pull(address: str, key: Path | None, unsigned: bool, plain_http: bool) -> No
     if unsigned and key is not None:
         raise UsageError("--key and --unsigned exclude each other")
     source, store, moved = Address.parse(address), Store(), _Moved("fetched")
-    trust = move.Trust(None if unsigned or source.digest else find_apptainer(), key)
+    known = unsigned or (source.digest is not None and key is None)
+    trust = move.Trust(None if known else find_apptainer(), key)
     with store.changing(tell):
         name = move.pull(store, source, Repository(source, plain_http=plain_http), trust, moved)
     tell(f"{moved}")

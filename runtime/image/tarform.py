@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,12 +120,13 @@ def _layer(
 
 def _tar(program: str, squashfs: Path) -> Iterator[bytes]:
     argv = [program, "--no-xattr", str(squashfs)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        while chunk := process.stdout.read(_CHUNK_BYTES):
-            yield chunk
-        said = process.stderr.read().decode(errors="replace").splitlines()
+    with tempfile.TemporaryFile() as errors:
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors) as process:
+            assert process.stdout is not None
+            while chunk := process.stdout.read(_CHUNK_BYTES):
+                yield chunk
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").splitlines()
     if process.returncode:
         raise BuildError("an image cannot be unpacked", tail=said[-20:])
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dni_runtime.errors import ImageError, UsageError
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.lock import read_lock
-from dni_runtime.image.oci import INDEX, MANIFEST, Descriptor, Index, Layout, Manifest
+from dni_runtime.image.oci import (
+    INDEX,
+    MANIFEST,
+    MOST_DOCUMENT_BYTES,
+    Descriptor,
+    Index,
+    Layout,
+    Manifest,
+)
 from dni_runtime.image.tarform import write_oci
 from dni_runtime.release.images import assembled
 from dni_runtime.release.names import TITLE, Address, parse_local
@@ -16,6 +25,8 @@ from dni_runtime.release.registry import Progress, Repository
 from dni_runtime.release.signature import signature_name, verify_release
 from dni_runtime.release.store import Store
 from dni_runtime.run.record import Record
+
+_log = logging.getLogger(__name__)
 
 _SIF = "application/vnd.sylabs.sif.layer.v1.sif"  # what `apptainer push` writes
 _SIF_CONFIG = "application/vnd.sylabs.sif.config.v1+json"
@@ -40,7 +51,11 @@ def push(
     signature = layout.names().get(signature_name(index))
     _check_tag(layout, repository, tag, index)
     if signature is not None:  # before the release can be found
-        _send(layout, repository, signature_name(index), signature, progress)
+        there = repository.fetch_document(layout, signature_name(index))
+        if there is None:
+            _send(layout, repository, signature_name(index), signature, progress)
+        elif there.digest != signature.digest:  # others may know its signer only
+            _log.warning("%s has a signature of %s already, which stays", address.host, text)
     _send(layout, repository, tag, index, progress)
     return replace(address, tag=tag, digest=index.digest)
 
@@ -126,14 +141,22 @@ def pull(
         raise UsageError(f"{address} names no version", hint=f"see 'dnictl models {address}'")
     layout = store.layout
     index = fetch_index(store, address, repository)
-    store.check_new(index)  # before all that takes time
-    if trust.tool is not None and address.digest is None:
-        tag = signature_name(index)
-        if (signature := repository.fetch_document(layout, tag)) is not None:
-            for blob in layout.blobs(signature):
-                repository.fetch(layout, blob)
-            layout.name({tag: signature})
-        verify_release(trust.tool, layout, index, trust.key)
+    name, _ = store.check_new(index)  # before all that takes time
+    version = parse_local(name)[1]
+    if address.digest is None and (address.tag or "")[:1].isdigit() and address.tag != version:
+        raise ImageError(
+            f"{address} is {name}, another version",
+            hint=f"if it is the one that you want: oci://{address.host}/{address.repository}:"
+            f"{version}",
+        )
+    if trust.tool is not None:
+        signature = repository.fetch_document(layout, signature_name(index))
+        for blob in () if signature is None else layout.blobs(signature):
+            if blob.size > MOST_DOCUMENT_BYTES:
+                raise ImageError(f"the signature of {address} has {blob.size} bytes")
+            repository.fetch(layout, blob)
+        verify_release(trust.tool, layout, index, signature, trust.key)
+        layout.name({signature_name(index): signature})
     for blob in layout.blobs(index):
         repository.fetch(layout, blob, progress)
     return store.add(index)

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
@@ -31,7 +31,14 @@ except ModuleNotFoundError:
         "requests is not installed", hint="pip install 'dni-runtime[registry]'"
     ) from None
 
-_CHUNK_BYTES = 16 << 20  # of an upload: what is lost at most when it is cut off
+_CHUNK_BYTES = 16 << 20
+"""Of an upload. One that is cut off goes on after the last whole part; a registry that has kept a
+piece of the next one may want that blob anew (docker-registry does)."""
+
+_HUB = "registry-1.docker.io"
+_HUB_NAMES = ("docker.io", "index.docker.io", _HUB)
+_HUB_KEY = "https://index.docker.io/v1/"
+"""What Docker Hub is called: by people, by itself, in files of credentials (docker-login(1))."""
 _TIMEOUT_S = (20.0, 120.0)  # to connect; for each answer
 _LOOPBACK = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
 
@@ -43,23 +50,36 @@ def _silent(blob: Descriptor, count: int) -> None:
     pass
 
 
+class _Session(requests.Session):
+    def rebuild_auth(
+        self, prepared_request: requests.PreparedRequest, response: requests.Response
+    ) -> None:
+        """Another host, to which a registry sends us, gets no password, also none of ~/.netrc."""
+        if self.should_strip_auth(str(response.request.url), str(prepared_request.url)):
+            prepared_request.headers.pop("Authorization", None)
+
+
 class Repository:
     def __init__(self, address: Address, *, plain_http: bool = False) -> None:
         self.address = address
-        self._session = requests.Session()
+        self._session = _Session()
         # As pip and Apptainer find a private authority; else the usual ones.
         names = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
-        self._session.verify = next((os.environ[n] for n in names if os.environ.get(n)), True)
+        for name in [name for name in names if os.environ.get(name)][:1]:
+            self._session.verify = os.environ[name]
+            if not Path(os.environ[name]).exists():
+                raise UsageError(f"{name}={os.environ[name]!r} is not there", hint=f"unset {name}")
         self._token: str | None = None
         local = _LOOPBACK.fullmatch(address.host) is not None
         self._schemes = ("http",) if plain_http else ("https", "http") if local else ("https",)
-        self._base = ""
+        self._host = _HUB if address.host in _HUB_NAMES else address.host.lower()
+        self._origin = self._base = ""
 
     def fetch_document(self, layout: Layout, reference: str) -> Descriptor | None:
         """Fetch a manifest or an index by a tag or a digest; None if there is none."""
         headers = {"Accept": f"{INDEX}, {MANIFEST}"}
         answer = self._ask(
-            "GET", f"manifests/{reference}", headers=headers, missing=True, stream=True
+            "GET", f"manifests/{reference}", headers=headers, missing=(404,), stream=True
         )
         if answer is None:
             return None
@@ -81,7 +101,7 @@ class Repository:
         found: list[str] = []
         path: str | None = "tags/list?n=1000"
         while path is not None:
-            answer = self._ask("GET", path, missing=True)
+            answer = self._ask("GET", path, missing=(404,))
             if answer is None:
                 break
             found += answer.json().get("tags") or []
@@ -133,7 +153,7 @@ class Repository:
         file: Path | None = None,  # that has its content; by default the layout's
     ) -> None:
         """Send a blob, unless it is there, from where an earlier try was cut off."""
-        if self._ask("HEAD", f"blobs/{blob.digest}", missing=True) is not None:
+        if self._ask("HEAD", f"blobs/{blob.digest}", missing=(404,)) is not None:
             return
         key = f"{self.address.host}/{self.address.repository}/{blob.digest}"
         note = layout.root / f"{hashlib.sha256(key.encode()).hexdigest()}.upload"
@@ -162,7 +182,8 @@ class Repository:
     def _begun(self, note: Path) -> tuple[str, int]:
         """Return where an upload goes on, and after how many bytes."""
         if note.is_file():
-            answer = self._ask("GET", note.read_text(), missing=True)
+            # A registry that does not know the upload any more says so in one way or another.
+            answer = self._ask("GET", note.read_text(), missing=(400, 404, 405, 416))
             if answer is not None and answer.status_code == 204:
                 last = answer.headers.get("Range", "0-0").rpartition("-")[2]
                 url = urljoin(answer.url, answer.headers.get("Location", answer.url))
@@ -179,22 +200,25 @@ class Repository:
         data: bytes | None = None,
         headers: Mapping[str, str] = {},
         stream: bool = False,
-        missing: bool = False,  # None if there is no such thing
+        missing: Container[int] = (),  # None with these statuses
     ) -> requests.Response | None:
         with self._naming_failures():
             if not self._base:
-                self._base = self._root()
+                self._origin = self._root()
+                self._base = f"{self._origin}v2/{self.address.repository}/"
             url = path if path.startswith("http") else f"{self._base}{path}"
+            self._check_secure(url)
             for _ in range(2):
                 answer = self._session.request(
                     method, url, data=data, headers=headers, stream=stream,
                     auth=self._authorize, timeout=_TIMEOUT_S,
                 )  # fmt: skip
+                self._check_secure(answer.url)
                 if answer.status_code >= 400:
                     _ = answer.content  # which gives the connection back
                 if answer.status_code != 401 or not self._log_in(answer):
                     break
-        if missing and answer.status_code == 404:
+        if answer.status_code in missing:
             return None
         if answer.status_code in (401, 403):
             raise UsageError(
@@ -211,17 +235,22 @@ class Repository:
         return answer
 
     def _root(self) -> str:
-        """Return the repository's address, by the first scheme that is answered."""
+        """Return the registry's address, by the first scheme that is answered."""
         *others, last = self._schemes
         for scheme in others:
             try:
-                self._session.get(f"{scheme}://{self.address.host}/v2/", timeout=_TIMEOUT_S)
+                self._session.get(f"{scheme}://{self._host}/v2/", timeout=_TIMEOUT_S)
                 last = scheme
                 break
             except requests.ConnectionError as error:
                 if "CERTIFICATE_VERIFY_FAILED" in str(error):
                     raise
-        return f"{last}://{self.address.host}/v2/{self.address.repository}/"
+        return f"{last}://{self._host}/"
+
+    def _check_secure(self, url: str) -> None:
+        """Refuse to leave HTTPS, to which a registry may send its clients."""
+        if self._origin.startswith("https:") and not url.startswith("https:"):
+            raise ImageError(f"{self.address.host} wants {url!r} to be used, without TLS")
 
     @contextlib.contextmanager
     def _naming_failures(self) -> Iterator[None]:
@@ -240,12 +269,17 @@ class Repository:
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         """Add what was agreed with this registry; without it, requests would read ~/.netrc."""
-        if self._token is not None and str(request.url).startswith(self._base):
+        if self._token is not None and str(request.url).startswith(self._origin):
             request.headers["Authorization"] = self._token
         return request
 
     def _log_in(self, answer: requests.Response) -> bool:
-        """Get what the registry asks for; return whether to try again."""
+        """Get what the registry asks for; return whether to try again.
+
+        Another host, to which it has sent us, gets nothing.
+        """
+        if not answer.url.startswith(self._origin):
+            return False
         scheme, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
         known, before = credentials(self.address.host), self._token
         if scheme.lower() == "basic" and known is not None:
@@ -254,7 +288,7 @@ class Repository:
             asked = parse_dict_header(rest)
             realm = asked.get("realm") or ""
             query = {key: asked[key] for key in ("service", "scope") if key in asked}
-            secure = realm.startswith("https://") or self._base.startswith("http://")
+            secure = realm.startswith("https://") or self._origin.startswith("http://")
             headers = {"Authorization": f"Basic {known}"} if known and secure else {}
             given = self._session.get(
                 realm, params=query, headers=headers, auth=lambda same: same, timeout=_TIMEOUT_S
@@ -284,13 +318,14 @@ def credentials(host: str, environ: Mapping[str, str] | None = None) -> str | No
             continue
         except (OSError, ValueError) as error:
             raise UsageError(f"{file} cannot be read: {error}") from None
-        helper = config.get("credHelpers", {}).get(host) or config.get("credsStore")
-        entry = config.get("auths", {}).get(host) or {}
+        name = _HUB_KEY if host in _HUB_NAMES else host
+        helper = config.get("credHelpers", {}).get(name) or config.get("credsStore")
+        entry = config.get("auths", {}).get(name) or {}
         if entry.get("auth"):
             return str(entry["auth"])
         program = helper and shutil.which(f"docker-credential-{helper}", path=environ.get("PATH"))
         if program:
-            done = subprocess.run([program, "get"], input=host.encode(), capture_output=True)
+            done = subprocess.run([program, "get"], input=name.encode(), capture_output=True)
             if done.returncode == 0:
                 said = json.loads(done.stdout)
                 return base64.b64encode(f"{said['Username']}:{said['Secret']}".encode()).decode()

@@ -38,15 +38,20 @@ def sign_release(tool: Apptainer, layout: Layout, index: Descriptor, key: Path |
     layout.name({signature_name(index): layout.add(manifest.encode(), MANIFEST)})
 
 
-def verify_release(tool: Apptainer, layout: Layout, index: Descriptor, key: Path | None) -> None:
+def verify_release(
+    tool: Apptainer,
+    layout: Layout,
+    index: Descriptor,
+    signature: Descriptor | None,  # of the index, in the layout
+    key: Path | None,
+) -> None:
     """Check that somebody whose key the user has, has signed an index; raises ``ImageError``."""
-    named = layout.names().get(signature_name(index))
-    if named is None:
+    if signature is None:
         raise ImageError(
             f"the release {index.digest} is not signed",
             hint="have it signed: dnictl release --key; or name the digest that you trust",
         )
-    manifest = Manifest.parse(layout.read(named), "the signature")
+    manifest = Manifest.parse(layout.read(signature), "the signature")
     with tempfile.TemporaryDirectory() as scratch:
         image = Path(scratch, "signature.sif")
         image.write_bytes(b"".join(layout.read(layer) for layer in manifest.layers))

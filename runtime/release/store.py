@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
+from pydantic import ValidationError
+
 from dni_runtime.errors import ImageError, UsageError
 from dni_runtime.files import locked, write_atomic
 from dni_runtime.image.oci import Descriptor, Layout, Manifest
@@ -96,7 +98,11 @@ class Store:
     def report(self, index: Descriptor) -> Report:
         """Return what a release says of itself."""
         _, record = self.parts(index)
-        return Report.model_validate_json(self.layout.read(_layer(record, REPORT)))
+        try:
+            return Report.model_validate_json(self.layout.read(_layer(record, REPORT)))
+        except ValidationError as error:
+            what = error.errors()[0]["msg"]
+            raise ImageError(f"the report of {index.digest} is malformed: {what}") from None
 
     def parts(self, index: Descriptor) -> tuple[dict[str, Manifest], Manifest]:
         """Return what a release consists of: the manifest of each module, and that of the run."""
@@ -212,7 +218,8 @@ def _extract(archive: bytes, root: Path) -> None:
                 inner = PurePosixPath(entry.name)
                 first, *others = inner.parts or ("",)
                 allowed = first in _FOLDERS if others else first in _FILES
-                if not (entry.isreg() and allowed) or ".." in inner.parts:
+                plain = entry.isreg() and not entry.issparse()  # sparse ones have any size
+                if not (plain and allowed) or ".." in inner.parts:
                     raise ImageError(f"a run of a release may not have {entry.name!r}")
                 target = root / inner
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -220,5 +227,5 @@ def _extract(archive: bytes, root: Path) -> None:
                 assert content is not None
                 with target.open("xb") as file:
                     shutil.copyfileobj(content, file)
-    except (tarfile.TarError, FileExistsError) as error:
+    except (tarfile.TarError, FileExistsError, NotADirectoryError) as error:
         raise ImageError(f"the run of the release is damaged: {error}") from error

@@ -36,6 +36,15 @@ _LETTERS = "of at most 40 lower-case letters, digits and inner dashes"
 Name = Annotated[str, matching(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", f"a name {_LETTERS}")]
 """Names end up in paths, image labels and definition files: lower-case letters, digits, dashes."""
 
+WorkerName = Annotated[
+    str,
+    matching(
+        r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?(\.[1-9][0-9]{0,5})?$",
+        "the name of a worker: its module's, with '.' and a number if that has replicas",
+    ),
+]
+"""Of documents that another one may have written: paths are made of it."""
+
 Words = Annotated[
     tuple[str, ...],
     BeforeValidator(

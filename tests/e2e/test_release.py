@@ -22,11 +22,12 @@ import yaml
 import dni_runtime
 from dni_runtime.errors import DniError, ImageError, UnavailableError, UsageError
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.image.oci import MANIFEST, Descriptor
+from dni_runtime.image.oci import MANIFEST, Descriptor, Layout
 from dni_runtime.release import make, move, registry
 from dni_runtime.release.make import release_run
 from dni_runtime.release.names import BASE, REPORT, WEIGHTS, Address
 from dni_runtime.release.registry import Repository
+from dni_runtime.release.signature import sign_release
 from dni_runtime.release.store import Store
 from dni_runtime.run.record import Record
 from tests.e2e.conftest import Dnictl, eventually, need, run
@@ -391,6 +392,34 @@ def test_only_signers_that_one_knows_are_believed(
     # Who names a digest has said what it must be.
     pinned = hub.address(None, second.digest)
     assert move.pull(user, pinned, Repository(pinned), move.Trust(), silent) == "digits:5.0"
+    third = trained.at("third")
+    refused = third.run("pull", str(pinned), "--key", str(other), expect=ImageError.exit_code)
+    assert "is of something else" in refused.stderr
+    # A version's tag leads to that version, whoever has signed another one.
+    trained.run("push", "digits:5.0", f"oci://{hub.host}/models/digits:9.9")
+    with pytest.raises(ImageError, match=r"is digits:5\.0, another version"):
+        move.pull(user, hub.address("9.9"), Repository(hub.address()), move.Trust(), silent)
+
+
+def test_a_signature_in_a_registry_stays(
+    trained: Site, pushed: tuple[Registry, Descriptor], tool: Apptainer, tmp_path: Path
+) -> None:
+    hub, index = pushed
+    made = run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", tmp_path / "k.pem"])
+    assert made.returncode == 0
+    name = f"{index.digest.replace(':', '-')}.sig"
+    first = Repository(hub.address()).fetch_document(Layout(tmp_path / "oci").create(), name)
+    store = trained.store
+    ours = store.layout.names()[name]
+    sign_release(tool, store.layout, index, tmp_path / "k.pem")
+    try:
+        text = next(text for text, blob in store.releases().items() if blob.digest == index.digest)
+        sent = trained.run("push", text, f"oci://{hub.host}/models/digits")
+    finally:
+        store.layout.name({name: ours})
+    assert "has a signature" in sent.stderr
+    again = Repository(hub.address()).fetch_document(Layout(tmp_path / "oci").create(), name)
+    assert first == again
 
 
 def test_what_was_cut_off_goes_on(

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from dni_runtime.run.documents.base import Document
 from dni_runtime.spec.edge import Preprocessing
+from dni_runtime.spec.named import WorkerName
 from dni_runtime.spec.profile import ProfileSpec
 
 FORMAT = 1
@@ -36,7 +37,7 @@ class RunRecord(RunHeader):
 
     name: str = Field(alias="run")
     chain: str  # the chain's name
-    modules: tuple[str, ...]  # the workers, head first: several for a module with replicas
+    modules: tuple[WorkerName, ...]  # the workers, head first: several for a module with replicas
     backend: str
     scheduler: str = "local"  # what starts the workers (``schedulers/schedulers.py``)
     hosts: tuple[str, ...] = ()  # if the user named them

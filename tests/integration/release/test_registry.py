@@ -6,10 +6,12 @@ tests/e2e/test_release.py talks to a real one.
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -18,10 +20,10 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from dni_runtime.errors import ImageError, UnavailableError, UsageError
-from dni_runtime.image.oci import MANIFEST, Layout
+from dni_runtime.image.oci import MANIFEST, Descriptor, Layout
 from dni_runtime.release.names import Address
 from dni_runtime.release.registry import Repository, credentials
-from dni_runtime.release.store import Store
+from dni_runtime.release.store import Store, _extract
 from tests.conftest import eventually
 
 
@@ -42,6 +44,9 @@ def test_docker_apptainer_and_podman_keep_them(tmp_path: Path) -> None:
     assert credentials("host", environ) == "docker"
     assert credentials("b", environ) is None
     assert credentials("host", {**environ, "DOCKER_CONFIG": str(tmp_path)}) == "apptainer"
+    hub = {"auths": {"https://index.docker.io/v1/": {"auth": "hub"}}}
+    write(home / ".docker/config.json", hub)
+    assert credentials("docker.io", environ) == "hub"
 
 
 def test_a_helper_is_asked(tmp_path: Path) -> None:
@@ -65,6 +70,7 @@ class Registry(BaseHTTPRequestHandler):
     """Gives tokens to those who know the password, and names of releases to those with a token."""
 
     asked: ClassVar[list[tuple[str, str | None]]] = []
+    elsewhere = ""
 
     def do_GET(self) -> None:
         url, given = urlsplit(self.path), self.headers.get("Authorization")
@@ -84,6 +90,8 @@ class Registry(BaseHTTPRequestHandler):
             self.answer(200, {"tags": ["1"]}, more)
         elif url.path == "/v2/digits/tags/list":
             self.answer(200, {"tags": ["2"]})
+        elif url.path.startswith("/v2/digits/blobs/"):
+            self.answer(307, {}, {"Location": f"{self.elsewhere}/blob"})
         elif url.path == "/v2/digits/manifests/endless":
             self.send_response(200)
             self.end_headers()
@@ -108,6 +116,17 @@ class Registry(BaseHTTPRequestHandler):
         pass
 
 
+class Elsewhere(Registry):
+    """Where a registry has its blobs; it would like to know the registry's password."""
+
+    asked: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append((self.path, self.headers.get("Authorization")))
+        realm = f'Bearer realm="http://{self.headers["Host"]}/token"'
+        self.answer(401, {}, {"WWW-Authenticate": realm})
+
+
 @pytest.fixture
 def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
     for name in ("DOCKER_CONFIG", "APPTAINER_CONFIGDIR", "XDG_RUNTIME_DIR"):
@@ -116,13 +135,21 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Address
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login other password other")
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     Registry.asked.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Registry)
+    with serving(Registry) as host:
+        yield Address(host, "digits")
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield Address(f"127.0.0.1:{server.server_port}", "digits")
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_a_token_is_got_with_the_password_and_used_again(address: Address, tmp_path: Path) -> None:
@@ -132,6 +159,41 @@ def test_a_token_is_got_with_the_password_and_used_again(address: Address, tmp_p
     used = [given for path, given in Registry.asked if path.startswith("/v2/digits")]
     assert used == [None, "Bearer t", "Bearer t"]
     assert [given for path, given in Registry.asked if path == "/token"] == ["Basic bWU6c2VjcmV0"]
+
+
+def test_another_host_gets_no_password(
+    address: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "config.json", {"auths": {address.host: {"auth": "bWU6c2VjcmV0"}}})
+    layout = Layout(tmp_path / "oci").create()
+    blob = Descriptor(media_type=MANIFEST, digest=f"sha256:{'0' * 64}", size=9)
+    repository = Repository(address)
+    with serving(Elsewhere) as host:
+        monkeypatch.setattr(Registry, "elsewhere", f"http://{host}")
+        with pytest.raises(UsageError, match="does not let you read"):
+            repository.fetch(layout, blob)
+    assert Elsewhere.asked == [("/blob", None)]
+    repository._origin = "https://127.0.0.1/"
+    with pytest.raises(ImageError, match="without TLS"):
+        repository.fetch(layout, blob)
+
+
+def test_an_authority_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_CERT", "/nowhere")
+    with pytest.raises(UsageError, match="PIP_CERT='/nowhere' is not there"):
+        Repository(Address("host", "digits"))
+
+
+@pytest.mark.parametrize("name", ["../run.json", "src/../../a", "/etc/a", "other", "src/sparse"])
+def test_what_a_release_may_not_have(tmp_path: Path, name: str) -> None:
+    entry, archive = tarfile.TarInfo(name), io.BytesIO()
+    if name == "src/sparse":
+        entry.type = tarfile.GNUTYPE_SPARSE
+    with tarfile.open(fileobj=archive, mode="w", format=tarfile.GNU_FORMAT) as file:
+        file.addfile(entry)
+    with pytest.raises(ImageError, match="may not have"):
+        _extract(archive.getvalue(), tmp_path / "run")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_without_a_password_the_hint_says_how_to_give_one(address: Address) -> None:

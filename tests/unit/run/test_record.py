@@ -76,6 +76,16 @@ def test_a_damaged_record(record: Record) -> None:
         Record.read(record.run.root)
 
 
+@pytest.mark.parametrize("module", ["/tmp/made", "../made", "made.x", ""])
+def test_a_record_names_no_paths(record: Record, module: str) -> None:
+    """Paths are made of workers' names, also of those that somebody else has written."""
+    document = read_json(record.run.record)
+    assert document is not None
+    write_json(record.run.record, document | {"modules": [module]})
+    with pytest.raises(DataError, match=r"is damaged: modules\.0: .* is not the name of a worker"):
+        Record.read(record.run.root)
+
+
 def test_damaged_specs(record: Record) -> None:
     record.run.spec("top").write_text("{}")
     with pytest.raises(DataError, match=f"a run of dni-runtime {__version__}, cannot be read"):
