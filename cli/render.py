@@ -56,8 +56,8 @@ def kubernetes(
 ) -> None:  # fmt: skip
     """Write objects for Kubernetes: of a training, or of a service.
 
-    It talks to no cluster: look at the files, then 'kubectl apply -f FOLDER'. keys.yaml holds
-    secrets.
+    It talks to no cluster: look at the files, then 'kubectl apply --server-side -f FOLDER'.
+    keys.yaml holds secrets.
 
     \b
     Examples:

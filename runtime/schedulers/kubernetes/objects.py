@@ -195,6 +195,8 @@ class Objects:
         """Return a module's pods."""
         items = [{"key": _key(n, name), "path": name} for n, name in enumerate(self.files)]
         written = {"runs": (RUNS, runs), "tmp": ("/tmp", {"emptyDir": {}})}
+        if self.chain.data.workers:  # they hand batches over there; by default it has 64 MiB
+            written["shm"] = ("/dev/shm", {"emptyDir": {"medium": "Memory"}})
         read = {"given": (GIVEN, {"configMap": {"name": f"{self.name}-run", "items": items}})}
         if self.plan.keys:
             read["keys"] = (KEYS, secret_volume(f"{self.name}-{module}-keys"))

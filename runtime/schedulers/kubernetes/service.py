@@ -28,7 +28,10 @@ PORT = 7400
 TOKEN = "/dni/token"
 _PYTHON = "/opt/dni/venv/bin/python3"
 _END_S = 15
-_DNS = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
+_GONE_S = 5
+"""A front that ends still answers so long: until then others may send it requests."""
+_DNS = [{"port": n, "protocol": name} for n in (53, 5353) for name in ("UDP", "TCP")]
+"""OpenShift's servers listen on 5353, and policies are applied to what a pod reaches in the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +85,14 @@ class Service(Objects):
         def health(of: str, **often: int) -> Manifest:
             return {"httpGet": {"path": f"/v2/health/{of}", "port": self.front.http.port}, **often}
 
-        probe_s = int(self.front.http.probe_s)
         container = {
             "command": [_PYTHON, "-m", "dni_runtime.serving"],
             "ports": [{"containerPort": self.front.http.port}],
             "startupProbe": health("live", periodSeconds=2, failureThreshold=60),
             "livenessProbe": health("live", periodSeconds=10, timeoutSeconds=5),
-            "readinessProbe": health("ready", periodSeconds=2, failureThreshold=probe_s),
+            # It has waited for --probe itself.
+            "readinessProbe": health("ready", periodSeconds=2, failureThreshold=1),
+            "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_GONE_S)]}}},
         }
         return self._template(
             FRONT,
@@ -96,7 +100,7 @@ class Service(Objects):
             {"emptyDir": {}},
             fields={},
             volumes={"token": (TOKEN, secret_volume(f"{self.name}-token"))},
-            grace_s=self.front.drain_s + _END_S,
+            grace_s=self.front.drain_s + _GONE_S + _END_S,
             container=container,
         )
 
