@@ -29,14 +29,26 @@ class Client:
 
     async def ask(self, body: bytes, head: str = "", path: str = "") -> tuple[int, bytes]:
         """Return the status of the answer, and its body."""
+        self.send(body, head, path)
+        return await self.read()
+
+    def send(self, body: bytes, head: str = "", path: str = "", length: int | None = None) -> None:
+        """Send a request, or its beginning if its length is said to be another."""
         path = path or f"/v2/models/{NAME}/infer"
         lines = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        lines += f"content-length: {len(body)}\r\n{head}\r\n"
+        lines += f"content-length: {len(body) if length is None else length}\r\n{head}\r\n"
         self._writer.write(lines.encode("latin-1") + body)
+
+    async def read(self) -> tuple[int, bytes]:
+        """Return the status of the next answer, and its body."""
         answer = await self._reader.readuntil(b"\r\n\r\n")
         length = re.search(rb"content-length: (\d+)", answer.lower())
         text = await self._reader.readexactly(int(length[1]) if length else 0)
         return int(answer.split()[1]), text
+
+    def drip(self) -> None:
+        """Send one more byte."""
+        self._writer.write(b"[")
 
     def leave(self) -> None:
         """Cut the connection."""
@@ -55,13 +67,14 @@ async def keep_asking(
     failed: list[str],
     pause_s: float = 0,
     body: bytes = BODY,
+    head: str = "",
 ) -> None:
     """Ask again and again, by one connection."""
     client = await Client.open(url)
     while time.monotonic() < until:
         begin = time.monotonic()
         try:
-            status, text = await client.ask(body)
+            status, text = await client.ask(body, head)
         except (OSError, asyncio.IncompleteReadError) as error:
             failed.append(type(error).__name__)
             client = await Client.open(url)

@@ -6,6 +6,7 @@
     scripts/experiments/serving.py leave
     scripts/experiments/serving.py hostile --requests 10000
     scripts/experiments/serving.py poison
+    scripts/experiments/serving.py health --peers litserve=/path/to/venv
 
 ``load`` asks servers of the same network in turns, by ``wrk`` (Debian's package) with 1, 8 and 64
 clients: the chain by four processes, ``--in-process``, uvicorn with nothing but the network, and
@@ -13,14 +14,17 @@ peers in environments of their own. Two networks: one that takes microseconds, o
 batch. ``kills``: 64 clients ask all the time; every 10 s a module is killed (SIGKILL); a new
 version takes over, another one fails. ``leave``: four of five clients leave after 5 ms, beside as
 many that ask as often, each by a connection of its own, and wait for their answer.
-``hostile``: requests that are wrong in all ways, beside 8 clients that are not. ``poison``: one
-request in a hundred makes the first module fail; each of the others has to be answered.
+``hostile``: requests that are wrong in all ways (tensors, JSON, tokens, encodings, twenty at once,
+bodies that come a byte at a time), beside 8 clients that are not. ``poison``: one request in a
+hundred makes the first module fail; each of the others has to be answered. ``health``: what is said
+of a service one of whose processes is stopped (SIGSTOP) and goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -35,6 +39,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import uvloop
@@ -242,6 +247,13 @@ def hostile(arguments: argparse.Namespace) -> None:
     train(folder, 64, 1)
     draw = random.Random(arguments.seed)
 
+    token = folder / "token"
+    token.write_text(draw.randbytes(16).hex())
+    token.chmod(0o600)
+    right = f"authorization: Bearer {token.read_text()}\r\n"
+    encodings = ("content-encoding: gzip", "transfer-encoding: chunked", "expect: nothing")
+    nobody = ("Bearer x", f"Basic {token.read_text()}", "Bearer", token.read_text()[:-1])
+
     def wrong() -> tuple[bytes, str, str]:
         tensor = {"name": "input", "datatype": "FP32", "shape": [1, 64], "data": [0.5] * 64}
         key, value = draw.choice(WRONG)
@@ -253,30 +265,59 @@ def hostile(arguments: argparse.Namespace) -> None:
             body = b"[" * draw.randrange(100_000)
         elif choice < 0.4:
             body = body[: draw.randrange(len(body))]
-        head = f"inference-header-content-length: {draw.choice([-1, 0, 10**12, 5])}\r\n"
-        path = "/v2/models/other/infer" if choice > 0.95 else ""
-        return body, head if 0.4 < choice < 0.6 else "", path
+        head = right
+        if 0.4 < choice < 0.5:
+            head += f"inference-header-content-length: {draw.choice([-1, 0, 10**12, 5])}\r\n"
+        elif choice < 0.55:
+            head += f"{draw.choice(encodings)}\r\n"
+        elif choice < 0.65:
+            head = f"authorization: {draw.choice(nobody)}\r\n"
+        return body, head, "/v2/models/other/infer" if choice > 0.95 else ""
 
     async def attack(url: str, counts: dict[int, int]) -> None:
-        client = await Client.open(url)
-        for _ in range(arguments.requests // 8):
+        client, left = await Client.open(url), arguments.requests // 8
+        while left > 0:
+            many = draw.choice((1, 1, 1, 20))  # at once
+            left -= many
+            for _ in range(many):
+                client.send(*wrong())
             try:
-                status, _ = await client.ask(*wrong())
-            except (OSError, asyncio.IncompleteReadError):
-                status, client = 0, await Client.open(url)
-            counts[status] = counts.get(status, 0) + 1
+                for _ in range(many):
+                    status, _ = await client.read()
+                    counts[status] = counts.get(status, 0) + 1
+            except (OSError, asyncio.IncompleteReadError):  # after some, the connection is closed
+                counts[0] = counts.get(0, 0) + 1
+                client = await Client.open(url)
+
+    async def drip(url: str, until: float, counts: dict[int, int]) -> None:
+        while time.monotonic() < until:
+            client = await Client.open(url)
+            client.send(b"[", right, length=1000)
+            reading = asyncio.create_task(client.read())
+            while not reading.done() and time.monotonic() < until:
+                client.drip()
+                await asyncio.sleep(0.1)
+            if not reading.cancel():
+                with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                    counts[reading.result()[0]] = counts.get(reading.result()[0], 0) + 1
+            client.leave()
 
     async def both(url: str, attacks: bool) -> tuple[list[float], dict[int, int]]:
         times: list[tuple[float, float]] = []
         failed: list[str] = []
         counts: dict[int, int] = {}
         until = time.monotonic() + arguments.seconds
-        tasks = [keep_asking(url, until, times, failed, 0.01) for _ in range(8)]
-        await asyncio.gather(*tasks, *(attack(url, counts) for _ in range(8 * attacks)))
+        tasks = [keep_asking(url, until, times, failed, 0.01, head=right) for _ in range(8)]
+        await asyncio.gather(
+            *tasks,
+            *(attack(url, counts) for _ in range(8 * attacks)),
+            *(drip(url, until, counts) for _ in range(8 * attacks)),
+        )
         print(f"{len(times)} answers beside them, {len(failed)} failed")
         return [took for _, took in times], counts
 
-    with served(folder, "trained", "--backend", "process") as url:
+    options = ("--backend", "process", "--deadline", "5", "--token-file", str(token))
+    with served(folder, "trained", *options) as url:
         pid = json.loads(dnictl(folder, "serve", "--status", "--json").stdout)["pid"]
 
         def memory_mib() -> int:
@@ -339,12 +380,65 @@ def poison(arguments: argparse.Namespace) -> None:
             asyncio.run(phase(url, "with one in a hundred", True))
 
 
+def health(arguments: argparse.Namespace) -> None:
+    """Stop a process of a service for a while, and ask after its health."""
+    folder = arguments.folder / "health"
+    train(folder, 64, 1)
+
+    def seconds_until(url: str, status: int) -> float:
+        begin = time.monotonic()
+        while time.monotonic() - begin < 30:
+            try:
+                with urlopen(url, timeout=1) as reply:
+                    said = reply.status
+            except HTTPError as error:
+                said = error.code
+            except OSError:
+                said = 0
+            if said == status:
+                return time.monotonic() - begin
+            time.sleep(0.05)
+        return float("inf")
+
+    def look(title: str, url: str, pid: int) -> None:
+        before = seconds_until(url, 200)
+        os.kill(pid, signal.SIGSTOP)
+        stopped = seconds_until(url, 503)
+        os.kill(pid, signal.SIGCONT)
+        again = seconds_until(url, 200)
+        print(
+            f"{title}: ready after {before:.1f} s; stopped: 503 after {stopped:.1f} s; goes on: "
+            f"200 after {again:.1f} s", flush=True,
+        )  # fmt: skip
+
+    with served(folder, "trained", "--backend", "process", "--probe", "3") as url:
+        state = Run.open(folder / "runs" / NAME / "1").state()
+        for name, module in state.modules.items():
+            look(f"module {name}", f"{url}/v2/health/ready", int(module.pid or 0))
+    peers = dict(peer.split("=", 1) for peer in arguments.peers)
+    with serving_others(folder, peers, BODY) as others:
+        if "LitServe" in others:
+            look("LitServe's worker", f"{others['LitServe']}/health", spawned(folder))
+
+
+def spawned(folder: Path) -> int:
+    """The largest process in a folder that Python's multiprocessing has started."""
+    sizes = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cwd").samefile(folder) and b"spawn" in (
+                process / "cmdline"
+            ).read_bytes():
+                sizes[int(process.name)] = int((process / "statm").read_text().split()[1])
+    return max(sizes, key=lambda pid: sizes[pid])
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=["load", "kills", "leave", "hostile", "poison"])
+    parser.add_argument("what", choices=["load", "kills", "leave", "hostile", "poison", "health"])
     parser.add_argument("--seconds", type=float, help="of one measurement")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=64, help="of kills")
