@@ -109,6 +109,13 @@ def serve(source: str | None, runs: Path, name: str | None, **values: Any) -> No
         raise UsageError("--canary is for --update")
     if actions and not values["update"] and source is not None:
         raise UsageError(f"--{actions[0]} takes no run", hint="name the service with --name")
+    if actions:
+        changes = {*orders, "status", *(("canary", "cut") if values["update"] else ())}
+        for flag in options.flags_given(*(values.keys() - changes)):
+            raise UsageError(
+                f"--{actions[0]} changes no settings: {flag} is for the start of a service",
+                hint=f"omit {flag}, or start another service",
+            )
     how = options.serving_settings(values)
     path, cut = None, None
     if not actions or values["update"]:

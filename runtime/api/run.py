@@ -349,40 +349,40 @@ class Run(Checkpointed):
         name: str | None = None,
         *,
         cut: int | None = None,
-        in_process: bool = False,
         trust: bool = False,
-        **http: Any,
+        **settings: Any,
     ) -> ServiceState:
         """Serve its network over HTTP, in the background (docs/serving.md).
 
         Args:
             name: The service's name, and the model's in paths; by default the chain's.
             cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
-            in_process: The whole network in one process, instead of its modules' workers.
             trust: As in :meth:`open`.
-            http: How it is served: ``port``, ``max_batch``, ``token_file`` and the other fields of
-                ``serving.Settings``.
+            settings: The options of ``dnictl serve``: ``in_process``, ``backend``, ``replicas``,
+                ``port``, ``max_batch``, ``token_file`` and the other fields of
+                ``serving.documents.Settings`` and its ``http``.
 
         Returns:
             Its state: ``url``, ``versions``. ``dnictl serve --stop`` ends it.
 
         Raises:
-            DniError: As :meth:`choose_cut`; or it cannot be started.
+            DniError: As :meth:`choose_cut`; a setting is unknown; or it cannot be started.
         """
         from dni_runtime.api.services import start_service
         from dni_runtime.serving.documents import Settings
         from dni_runtime.serving.settings import Settings as HttpSettings
+        from dni_runtime.spec.load import suggestion
 
         self.check_trusted()
         name = name or self.record.chain
-        settings = Settings(
-            source=self.directory.root,
-            cut=self.choose_cut() if cut is None else cut,
-            in_process=in_process,
-            trust=trust,
-            http=HttpSettings(name=name, **http),
-        )
-        return start_service(self.directory.root.parent / name, settings)
+        known = sorted({*Settings.model_fields, *HttpSettings.model_fields})
+        for key in settings.keys() - set(known):
+            raise UsageError(f"serve() has no {key!r}", hint=suggestion(key, known))
+        its = {key: settings.pop(key) for key in Settings.model_fields if key in settings}
+        its |= {"source": self.directory.root, "trust": trust}
+        its |= {"cut": self.choose_cut() if cut is None else cut}
+        made = Settings(http=HttpSettings(name=name, **settings), **its)
+        return start_service(self.directory.root.parent / name, made)
 
     def failure(self, state: RunState | None = None) -> DniError | None:
         """The error that it ended with; None if it did not fail.

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,7 +98,10 @@ class Service:
         self._signals: list[int] = []
         self._deployments: dict[str, Deployment] = {}
         self._gone: tuple[Version, ...] = ()
+        self._default: Deployment | None = None  # what answers requests that name no version
+        self._canary: Deployment | None = None  # what gets a part of them
         self._former: Version | None = None  # the default before this one
+        self._ending: list[threading.Thread] = []  # of versions that have answered all
         former = ServiceState.peek(state_of(folder))
         numbers = [] if former is None else [int(version.name) for version in former.versions]
         self._number = max(numbers, default=0)
@@ -114,6 +118,7 @@ class Service:
         """Serve until a signal or an order to stop, then answer what is open."""
         with catching_signals(self._signals.append):
             try:
+                order_of(self._folder).unlink(missing_ok=True)  # to a service that was killed
                 self._write()
                 first = Order(
                     id="", what="update", source=self._settings.source, cut=self._settings.cut
@@ -131,6 +136,8 @@ class Service:
                 for deployment in self._deployments.values():
                     deployment.stop()
                     deployment.note(state="stopped", share=0.0)
+                for thread in self._ending:
+                    thread.join()
         self._write(phase="ended")
 
     def _write(self, **changes: object) -> None:
@@ -139,7 +146,10 @@ class Service:
         now = time.time()
         if state != self._state or changes or now - state.updated > BEAT_S:
             self._state = state.model_copy(update={"updated": now})
-            self._state.write(state_of(self._folder))
+            try:
+                self._state.write(state_of(self._folder))
+            except OSError:  # a full disk ends no service: it is written at the next look
+                self._state = state.model_copy(update={"updated": 0.0})
 
     def _look(self) -> bool:
         """Do what is due; return whether to go on."""
@@ -152,7 +162,7 @@ class Service:
                 return False
             try:
                 self._carry_out(order)
-            except DniError as error:
+            except (DniError, OSError) as error:
                 self._answer(order, str(error))
         self._write()
         return True
@@ -163,15 +173,20 @@ class Service:
             self._write(order=order.id, error=error)
 
     def _carry_out(self, order: Order) -> None:
-        active = self._of("ready")
-        canary = active[1] if len(active) > 1 else None  # it gets a part of the requests
-        if any(one.version.state == "starting" for one in self._deployments.values()):
+        if self._of("starting"):
             raise UsageError("a version is being started", hint="wait for it, or stop the service")
-        if order.what == "update":
-            self._update(order)
-        elif canary is not None:
-            self._prefer(canary if order.what == "promote" else active[0])
+        if self._canary is not None and order.what != "update":
+            winner = self._canary if order.what == "promote" else self._default
+            assert winner is not None
+            self._divide(winner)
             self._answer(order, None)
+        elif self._canary is not None:
+            raise UsageError(
+                f"version {self._canary.version.name} is a canary",
+                hint="decide about it first: --promote or --rollback",
+            )
+        elif order.what == "update":
+            self._update(order)
         elif order.what == "promote":
             raise UsageError("there is no canary", hint="start one: --update NEW --canary 10")
         else:
@@ -186,7 +201,7 @@ class Service:
             self._update(order.model_copy(update=changes))
 
     def _of(self, state: str) -> list[Deployment]:
-        """The versions in a state, in their order: the first ready one is the default."""
+        """The versions in a state, in their order."""
         return [one for one in self._deployments.values() if one.version.state == state]
 
     def _update(self, order: Order) -> None:
@@ -225,41 +240,48 @@ class Service:
             case "starting" if failure or late:
                 self._end(deployment, failure or f"no answer in {self._settings.ready_s:g} s")
             case "starting" if seen.ready:
-                order = deployment.order
-                deployment.note(state="ready")
-                if order is None or order.canary is None:
-                    self._prefer(deployment)
-                else:
-                    self._share(order.canary)
-                self._told(f"{self._folder.name}: version {name} answers")
-                self._write(phase="running")
-                self._answer(order, None)
-            case "ready" if failure:
+                self._take_over(deployment)
+            # While another one starts, a version that has failed keeps its place for it.
+            case "ready" if failure and not self._of("starting"):
                 self._end(deployment, failure)
             case "draining" if failure or late or seen.idle:
                 self._end(deployment, None)
 
-    def _prefer(self, winner: Deployment) -> None:
-        """Give all requests to a version; the others answer what they have, and end."""
-        default, *_ = ready = self._of("ready")
-        if default is not winner:
-            self._former = default.version
-        for other in ready:
-            if other is not winner:
-                other.note(state="draining", share=0.0)
-                other.until_s = time.monotonic() + self._settings.drain_s
-        self._share(0.0)
+    def _take_over(self, deployment: Deployment) -> None:
+        """Give a version that answers what it was started for: all requests, or a part of them."""
+        order, name = deployment.order, deployment.version.name
+        try:
+            if order is None or order.canary is None or self._default is None:
+                self._divide(deployment)
+            else:
+                self._divide(self._default, deployment, order.canary)
+        except DniError as error:  # nothing has changed
+            self._end(deployment, str(error))
+            return
+        self._told(f"{self._folder.name}: version {name} answers")
+        self._write(phase="running")
+        self._answer(order, None)
 
-    def _share(self, canary: float) -> None:
-        """Divide the requests between the default and a canary, which gets these percent."""
+    def _divide(
+        self, default: Deployment, canary: Deployment | None = None, percent: float = 0.0
+    ) -> None:
+        """Give a canary these percent of the requests, and a default the others.
+
+        Other versions answer what they have, and end.
+        """
         assert self._server is not None
-        default, *others = self._of("ready")
-        default.note(share=100 - canary)
-        for other in others:
-            other.note(share=canary)
-        second = others[0].version.name if others else None
-        switch, first = self._server.versions.switch, default.version.name
-        self._server.call(switch, first, canary=second, share=canary / 100)
+        first, second = default.version.name, None if canary is None else canary.version.name
+        switch = self._server.versions.switch
+        self._server.call(switch, first, canary=second, share=percent / 100)
+        if self._default not in (None, default):
+            self._former = self._default.version
+        self._default, self._canary = default, canary
+        for other in self._of("ready"):
+            other.note(state="draining", share=0.0)
+            other.until_s = time.monotonic() + self._settings.drain_s
+        default.note(state="ready", share=100 - percent)
+        if canary is not None:
+            canary.note(state="ready", share=percent)
 
     def _end(self, deployment: Deployment, error: str | None) -> None:
         """End a version, whose failure is that of the service if no other answers."""
@@ -267,18 +289,31 @@ class Service:
         name = deployment.version.name
         del self._deployments[name]
         deployment.note(state="failed" if error else "stopped", error=error, share=0.0)
-        if error and not self._of("ready"):
-            self._gone = (*self._gone, deployment.version)
-            deployment.stop()
-            raise WorkerError(f"version {name} of {self._folder.name!r} failed: {error}")
         if error and deployment.order is not None:
             self._answer(deployment.order, f"version {name} failed: {error}")
-        if self._of("ready"):
-            self._share(0.0)
+        if deployment is self._canary:
+            assert self._default is not None
+            self._divide(self._default)
+        elif deployment is self._default or self._default is None:
+            self._replace(deployment)
         if not self._server.remove(name, _TICK_S) and not error:
             deployment.note(error=self._cut)
         self._gone = (*self._gone, deployment.version)
-        deployment.stop()
+        self._ending.append(threading.Thread(target=deployment.stop, name=f"end of {name}"))
+        self._ending[-1].start()
+
+    def _replace(self, failed: Deployment) -> None:
+        """Have another version answer: the canary, else the newest that has still requests."""
+        others = [*self._of("draining"), *self._of("ready")]
+        for other in reversed(others):
+            if other.failure() is None:
+                with contextlib.suppress(DniError):  # it does not answer any more either
+                    self._divide(other)
+                    return
+        self._gone = (*self._gone, failed.version)
+        failed.stop()
+        name, error = failed.version.name, failed.version.error
+        raise WorkerError(f"version {name} of {self._folder.name!r} failed: {error}")
 
     def _drain(self) -> None:
         self._write(phase="draining")

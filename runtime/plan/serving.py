@@ -16,7 +16,7 @@ from dni_runtime.spec.predicting import exit_name, predicting
 from dni_runtime.spec.replicas import modules_of, replicas_of, workers_of
 from dni_runtime.spec.worker import ExitRole
 
-_RESTART = {"policy": "on-failure", "limit": 1000, "backoff_max_s": 5.0, "on_stall": "restart"}
+_RESTART = {"policy": "on-failure", "limit": 1000, "backoff_max_s": 1.0, "on_stall": "restart"}
 """A service does not give a module up: its front says meanwhile that it is not ready."""
 
 
@@ -39,6 +39,9 @@ def serving_chain(
     modules = modules_of(served)[1:]
     sources, trained = record.run.sources, replicas_of(record.modules)
     chain = _served(chain, {module.module: module.replicas for module in modules})
+    if record.release is not None:  # signed as a whole; its images are put together here
+        image = chain.image.model_copy(update={"require_signed": False})
+        chain = chain.model_copy(update={"image": image})
     return CheckedChain(
         path=record.run.chain_file,
         written=chain,

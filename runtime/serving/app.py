@@ -67,7 +67,7 @@ class App:
         self.cut = 0  # requests that were not answered because the server stopped
         self._versions = versions
         self._settings = settings
-        self._bearer = None if token is None else b"Bearer " + token
+        self._token = token
         self._requests: dict[str, RequestFigures] = {}  # by version; "" if it had none
         self._rates = None if settings.rate is None else Rates(settings.rate)
         self._receiving_bytes = 0
@@ -140,8 +140,9 @@ class App:
         raise RequestError(404, "there is nothing at this path", hint=f"paths: {hint}")
 
     def _authorize(self, headers: dict[bytes, bytes]) -> None:
-        sent = headers.get(b"authorization", b"")
-        if self._bearer is not None and not hmac.compare_digest(sent, self._bearer):
+        scheme, _, sent = headers.get(b"authorization", b"").partition(b" ")
+        right = self._token is None or hmac.compare_digest(sent, self._token)
+        if not right or (self._token is not None and scheme.lower() != b"bearer"):
             hint = "send the header 'Authorization: Bearer TOKEN'"
             raise RequestError(401, "the token is missing or wrong", hint=hint)
 

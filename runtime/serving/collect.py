@@ -38,6 +38,12 @@ class _Open:
     # what the last exit says of them, and its name
     early: tuple[str, tuple[Tensor, ...]] | None = None
 
+    def fits(self, part: Part) -> bool:
+        """Whether an exit speaks of as many samples as came there."""
+        if part.leaves_B is None or self.rows is None:
+            return True
+        return len(part.leaves_B) == len(self.rows)
+
 
 class OpenBatches:
     """Batches that are on their way through a chain.
@@ -55,6 +61,7 @@ class OpenBatches:
         self._exits, self._wait_s = exits, wait_s
         self._open: dict[int, _Open] = {}  # by position in the stream, as they were sent
         self._cut_off = False
+        self._back_s = -float("inf")  # when the chain's output last came again
         self._again: set[int] = set()  # ids of those that were sent again
         self._count = 0
 
@@ -92,28 +99,34 @@ class OpenBatches:
     def came(self, position: int, number: int, part: Part | None, now_s: float) -> list[Answer]:
         """Return what follows from what an exit says of a batch; None: it has nothing for it."""
         last = number == len(self._exits)
-        if last and part is not None:
-            self._cut_off = False
+        if last and part is not None and self._cut_off:
+            self._cut_off, self._back_s = False, now_s
         batch = self._open.get(position)
         if batch is None:  # it was answered without this
             return []
         if last and part is not None:
             self._overtaken(position, now_s + _LOST_S + now_s - batch.sent_s)
         batch.parts[number] = part
-        answers = []
+        answers: list[Answer] = []
         while batch.next in batch.parts:
             part = batch.parts.pop(batch.next)
             batch.next += 1
+            if part is not None and not batch.fits(part):
+                self._close(position)
+                error = WorkerError("a module that was restarted let other samples leave")
+                return [*answers, Answer(batch.id, error=error)]
             if part is not None and (answer := self._read(batch, part)) is not None:
                 answers.append(answer)
+        ended = batch.next > len(self._exits)
+        left_out = now_s - self._back_s < self._wait_s  # the windows may still be full
         if batch.rows is not None and not len(batch.rows):
             self._close(position)
-        elif batch.next > len(self._exits):
+        elif batch.early is not None and (left_out if ended else self._cut_off):
+            answers.append(self._answer_early(position))
+        elif ended:
             self._close(position)
             error = WorkerError("a module could not compute this batch")
             answers.append(Answer(batch.id, error=error))
-        elif self._cut_off and batch.early is not None:
-            answers.append(self._answer_early(position))
         return answers
 
     def _overtaken(self, position: int, lost_s: float) -> None:

@@ -68,9 +68,9 @@ class Front:
         self._metrics = MetricsWriter(run, spec, start.attempt)
         self._keys = keyring(start, run, spec.module)
         attempt = Attempt(start, spec, run, self._metrics, self._stop, self._keys)
-        again = start.resume == OWN
-        self._position = self._former = int(time.time()) << 20 if again else 0
-        self._links = WorkerLinks(attempt, Start(again=again, first_id=self._position + 1))
+        restarted = start.resume == OWN
+        self._position = self._former = int(time.time()) << 20 if restarted else 0
+        self._links = WorkerLinks(attempt, Start(restarted=restarted, first_id=self._position + 1))
         self._waiting: deque[tuple[int, tuple[Tensor, ...], bool]] = deque()
         *exits, _ = (edge.source for edge in spec.sources)
         self._open = OpenBatches(exits, exit_wait_s)

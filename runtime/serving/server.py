@@ -179,13 +179,15 @@ class _Uvicorn(uvicorn.Server):
 class _Protocol(HttpToolsProtocol):
     """uvicorn's, which by itself waits for headers without end, and takes any number of them.
 
+    It waits without end, too, for what still comes of a request that was answered.
+
     When the server stops, it closes connections whose next request may be on its way; here such
     a request is still answered, as the connection's last.
     """
 
     _last = False
-    _deadline: asyncio.TimerHandle | None = None  # of the headers that are being received
-    _received_bytes = 0  # of them
+    _deadline: asyncio.TimerHandle | None = None  # of what is being received beside bodies
+    _received_bytes: int | None = None  # of headers, after the read that they began in
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -198,6 +200,7 @@ class _Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._begin()
+        self._received_bytes = 0
 
     def on_headers_complete(self) -> None:
         self._end()
@@ -207,8 +210,7 @@ class _Protocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         self._last = True
-        idle = self.cycle is None or self.cycle.response_complete
-        self.loop.call_later(_LAST_S if idle else 0, super().shutdown)
+        self.loop.call_later(_LAST_S if self._answered else 0, super().shutdown)
 
     def on_message_complete(self) -> None:
         # The loop has not yet been told if the client has gone since; while the server is
@@ -219,18 +221,33 @@ class _Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
+        begun = self._received_bytes is not None
         super().data_received(data)
-        if self._deadline is not None:
+        if begun and self._received_bytes is not None:
             self._received_bytes += len(data)
             if self._received_bytes > _HEADERS_BYTES:
                 self.transport.close()
+        if self._answered:
+            self._begin()
+
+    @property
+    def _answered(self) -> bool:
+        """Whether all that has begun is answered."""
+        return self.cycle is None or self.cycle.response_complete
 
     def _begin(self) -> None:
         if self._deadline is None:
-            self._deadline = self.loop.call_later(_HEADERS_S, self.transport.close)
-            self._received_bytes = 0
+            self._deadline = self.loop.call_later(_HEADERS_S, self._late)
+
+    def _late(self) -> None:
+        self._deadline = None
+        if self._answered:
+            self.transport.close()
+        else:  # headers of the next request, beside one that is being computed
+            self._begin()
 
     def _end(self) -> None:
+        self._received_bytes = None
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

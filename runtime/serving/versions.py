@@ -140,7 +140,8 @@ class Version:
                 self._count_probe("late")
             self._queue.leave(self._probe)
         if now - self._proved > self._probe_s / 3 and (self._probe is None or self._probe.over):
-            self._probe = self._queue.put(self._sample, now, self._probed, whole=True)
+            sample = tuple(x.clone() for x in self._sample)  # a network may change its input
+            self._probe = self._queue.put(sample, now, self._probed, whole=True)
             self._send()
         self._probing = self._loop.call_later(self._probe_s / 3, self._probe_if_needed)
 
@@ -191,7 +192,10 @@ class Versions:
         return self._versions[self._table.default]
 
     def choose(self, id: str | None) -> Version:
-        """Return the version for a request that names none: one id always gets the same."""
+        """Return the version for a request that names none: one id always gets the same.
+
+        A canary that is not ready gets none.
+        """
         version, table = self.default, self._table
         if table is None or table.canary is None:
             return version
@@ -199,7 +203,8 @@ class Versions:
             self._unnamed += 1
             id = str(self._unnamed)
         drawn = zlib.crc32(id.encode()) / 2**32
-        return self._versions[table.canary] if drawn < table.share else version
+        canary = self._versions[table.canary]
+        return canary if drawn < table.share and canary.ready else version
 
     def add(self, name: str, engine: Engine) -> Version:
         """Add a version, which is asked by its name only, and begin to probe it."""

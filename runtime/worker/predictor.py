@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _NOTED = 100
 _DEATHS = 2
+_LOG_S = 1.0
 
 WHOLE = 1
 """As a batch's epoch: no sample leaves early."""
@@ -136,9 +138,10 @@ class Predictor:
         self._edges = spec.targets
         options = attempt.options
         alone = options.first is not None and options.first < options.attempt
-        start = Start(again=alone or options.resume == OWN)
-        self._suspicion = Suspicion(attempt.run.trying(spec.module), restarted=start.again)
+        start = Start(restarted=alone or options.resume == OWN)
+        self._suspicion = Suspicion(attempt.run.trying(spec.module), restarted=start.restarted)
         self._links = WorkerLinks(attempt, start)
+        self._log_at_s = 0.0
 
     def live(self) -> Stage:
         """Meet the neighbours, then answer until told to stop."""
@@ -232,8 +235,8 @@ class Predictor:
                 raise DataError(f"{_DEATHS} workers have died of it")
             x = tuple([self._copies.to_device(x) for x in item.xs])
             h, p = self._compute(x)
-        except Exception:  # users' layers may raise any: this batch fails alone
-            log.exception("batch %d has no answer", item.id)
+        except Exception as error:  # users' layers may raise any: this batch fails alone
+            self._note(item.id, error)
             if self._module.device.type == "cuda":
                 torch.cuda.synchronize()  # an error of the device itself lasts
             onward.miss(item)
@@ -251,6 +254,14 @@ class Predictor:
         else:
             onward.send_batch(replace(item, y=item.y[stay]), h if stay.all() else h[stay])
         return True
+
+    def _note(self, id: int, error: Exception) -> None:
+        """Log where a layer has failed, not what it says: that may be a part of a request."""
+        now_s = time.monotonic()
+        if now_s >= self._log_at_s:  # clients decide how often it happens
+            self._log_at_s = now_s + _LOG_S
+            where = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+            log.error("batch %d has no answer: %s\n%s", id, type(error).__name__, where)
 
     @torch.no_grad()
     def _compute(self, x: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:

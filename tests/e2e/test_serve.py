@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import as_file, files
@@ -22,10 +23,11 @@ import torch
 
 import dni_runtime
 from dni_runtime import Run
-from dni_runtime.api.services import start_service
+from dni_runtime.api.services import order_of, start_service
 from dni_runtime.data import open_data
+from dni_runtime.errors import UsageError
 from dni_runtime.run.documents.state import process_birth
-from dni_runtime.serving.documents import Settings
+from dni_runtime.serving.documents import BEAT_S, Order, Settings
 from dni_runtime.serving.settings import Settings as HttpSettings
 from dni_runtime.spec import DataSpec
 from tests.conftest import eventually
@@ -374,6 +376,8 @@ def test_versions_change_without_a_lost_request(served: Served) -> None:
     served.ask(torch.randn(1, 64))
     assert served.version == "4"
     served.run("serve", "--update", "model.safetensors", "--canary", "10")
+    refused = served.run("serve", "--update", "trained", expect=70)
+    assert "version 5 is a canary" in refused.stderr
     served.run("serve", "--rollback")  # drops it: it never was the one before
     served.run("serve", "--rollback")
     served.ask(torch.randn(1, 64))
@@ -381,6 +385,29 @@ def test_versions_change_without_a_lost_request(served: Served) -> None:
     (served.folder / "model.safetensors").touch()
     refused = served.run("serve", "--rollback", expect=70)
     assert "model.safetensors', which has been written anew" in refused.stderr
+    refused = served.run("serve", "--update", "trained", "--max-batch", "5", expect=64)
+    assert "--update changes no settings: --max-batch" in refused.stderr
+
+
+def test_neither_another_network_nor_a_folder_that_cannot_be_written_ends_a_service(
+    served: Served,
+) -> None:
+    served.serve("model.safetensors")
+    other = served.write(1, chain=CHAIN.replace("out_features: 10}", "out_features: 12}"))
+    served.run("up", other, "--backend", "process", "--name", "other")
+    refused = served.run("serve", "--update", "other", "--canary", "10", expect=70)
+    assert "take or return different things" in refused.stderr
+    served.ask(torch.randn(1, 64))
+    folder, state = served.folder / "runs" / NAME, served.json("serve", "--status")
+    folder.chmod(0o500)
+    try:
+        time.sleep(BEAT_S + 2)
+        served.ask(torch.randn(1, 64))
+    finally:
+        folder.chmod(0o700)
+    eventually(
+        "it is written", lambda: served.json("serve", "--status")["updated"] > state["updated"]
+    )
 
 
 def state_of(served: Served, number: int) -> str:
@@ -393,8 +420,12 @@ def test_modules_end_with_the_service(served: Served) -> None:
     os.kill(served.json("serve", "--status")["pid"], signal.SIGKILL)
     eventually("no worker is left", lambda: not any(map(process_birth, pids.values())), 40)
     assert "killed" in served.run("serve", "--status", "--name", NAME).stdout
+    Order(id="late", what="stop").write(order_of(served.folder / "runs" / NAME))
     run = Run.open(served.folder / "runs" / "trained")
-    state = run.serve(port=0)  # its folder is free again
+    with pytest.raises(UsageError, match=r"serve\(\) has no 'max_batches'") as caught:
+        run.serve(max_batches=4)
+    assert "'max_batch'" in str(caught.value.hint)
+    state = run.serve(port=0, replicas={"middle": 2})  # its folder is free again
     assert state.alive
     served.url = state.url or ""
     served.ask(torch.randn(2, 64))

@@ -304,6 +304,37 @@ def test_slow_clients(network: Network, start: Start, monkeypatch: pytest.Monkey
     assert ask(server).status_code == 200
 
 
+def test_what_still_comes_of_an_answered_request_is_not_waited_for(
+    network: Network, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_HEADERS_S", 0.5)
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
+    server = start(network, token_file=tmp_path / "token")
+    for more in (b"x", b"\r\n"):
+        with raw(server, posted(request_of((0, 0)), length=1000)) as connection:
+            assert connection.recv(10_000).startswith(b"HTTP/1.1 401")
+            connection.sendall(more)
+            begin = time.monotonic()
+            assert connection.recv(1) == b""
+            assert time.monotonic() - begin < 5
+
+
+def test_the_next_requests_headers_do_not_end_the_one_before(
+    network: Network, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_HEADERS_S", 0.2)
+    server = start(network)
+    wait_ready(server, "1", 10)
+    network.gate.clear()
+    large = posted(request_of((1, 2), parameters={"note": "x" * 70_000}))
+    with raw(server, large + b"GET /v2 HTTP/1.1\r\nhost: ") as connection:
+        time.sleep(1)
+        network.gate.set()
+        assert connection.recv(10_000).startswith(b"HTTP/1.1 200")
+        assert connection.recv(1) == b"", "then it is late"
+
+
 def test_endless_headers(network: Network, start: Start) -> None:
     server = start(network)
     endless = b"GET /v2 HTTP/1.1\r\nname: " + b"a" * 10_000_000
@@ -540,6 +571,17 @@ def test_a_canary_gets_a_share(start: Start) -> None:
     wait_ready(server, "3", 10)
     with pytest.raises(UsageError, match="different things"):
         server.call(server.versions.switch, "1", canary="3", share=0.5)
+
+
+def test_a_canary_that_hangs_gets_nothing(start: Start) -> None:
+    networks = Network(1), Network(2)
+    server = start(*networks, probe_s=0.5)
+    for name in ("1", "2"):
+        wait_ready(server, name, 10)
+    server.call(server.versions.switch, "1", canary="2", share=0.9)
+    networks[1].gate.clear()
+    eventually("it hangs", lambda: not server.versions["2"].ready, every_s=0.01)
+    assert {ask(server).json()["model_version"] for _ in range(10)} == {"1"}
 
 
 class Exits(InProcess):

@@ -88,6 +88,33 @@ def test_an_exit_answers_for_what_is_cut_off() -> None:
     assert answer.id == 20
 
 
+def test_what_is_left_out_after_a_cut_is_answered_early() -> None:
+    """The window behind the exit is still full when the chain's output comes again."""
+    batches, stay = OpenBatches(["a"], wait_s=2.0), part(torch.arange(2), [False, False])
+    batches.sent(1, 10, 0.0)
+    batches.came(1, 0, stay, 0.1)
+    assert batches.late(2.0)[0].degraded
+    assert batches.came(1, 1, part(torch.arange(2)), 9.0) == []
+    for position, at_s in ((2, 9.1), (3, 12.0)):
+        batches.sent(position, position, at_s)
+        batches.came(position, 0, stay, at_s)
+        (answer,) = batches.came(position, 1, None, at_s)
+        assert (answer.degraded, answer.error is None) == (
+            (True, True) if position == 2 else (False, False)
+        )
+    assert not len(batches)
+
+
+def test_an_exit_that_decides_otherwise_after_a_restart() -> None:
+    batches = OpenBatches(["a", "b"])
+    batches.sent(1, 10, 0.0)
+    batches.came(1, 0, part(torch.arange(3), [True, False, False]), 0.1)
+    (answer,) = batches.came(1, 1, part(torch.arange(3), [True, False, False]), 0.2)
+    assert "let other samples leave" in str(answer.error)
+    assert batches.came(1, 2, part(torch.arange(2)), 0.3) == []
+    assert not len(batches)
+
+
 def test_what_later_batches_have_overtaken_is_sent_again_once() -> None:
     x = (torch.arange(3),)
     batches = OpenBatches()
