@@ -139,6 +139,7 @@ def _trained(chain: Path, values: dict[str, Any]) -> CheckedChain:
 
 def _served(source: str, values: dict[str, Any]) -> tuple[CheckedChain, FrontSettings]:
     from dni_runtime.api.answering import answering
+    from dni_runtime.network.piece import BORROWED
     from dni_runtime.schedulers.kubernetes.service import TOKEN, for_pods
     from dni_runtime.serving.documents import FrontSettings, Settings
     from dni_runtime.serving.settings import Settings as HttpSettings
@@ -160,10 +161,19 @@ def _served(source: str, values: dict[str, Any]) -> tuple[CheckedChain, FrontSet
         probe_s=10,
     )
     version = "1"
-    if its.record.release is not None:  # its images have the weights, but for the exits' heads
+    if its.record.release is not None:
         version = its.record.release.rpartition(":")[2]
-        heads = set(prepared.initial).difference(prepared.modules)
-        prepared = replace(prepared, initial={name: prepared.initial[name] for name in heads})
+        # Its images have the weights, but for the exits' heads and what modules share.
+        given = {
+            name: {
+                key: tensor
+                for key, tensor in weights.items()
+                if name not in prepared.modules or BORROWED in key
+            }
+            for name, weights in prepared.initial.items()
+        }
+        given = {name: weights for name, weights in given.items() if weights}
+        prepared = replace(prepared, initial=given)
     return prepared, FrontSettings(
         inputs=dict(signature.inputs),
         outputs=dict(signature.outputs),

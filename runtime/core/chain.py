@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -208,13 +208,14 @@ def parts_of(
 class Backprop(_OneProcess):
     """Plain backpropagation of the concatenated network, from the chain's own initial weights.
 
-    Each module has the settings that it has in the chain, but for its gradient interface: what is
-    trained, optimizers, averages, precision. Batches may be on another device.
+    Each module has the settings that it has in the chain, but for its gradient interface and its
+    replicas: what is trained, optimizers, averages, precision. Batches may be on another device.
     """
 
     def __init__(self, workers: Sequence[WorkerSpec], device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        alone = {"interface": None, "strategy": None}
+        alone: dict[str, Any] = {"interface": None, "strategy": None, "lr_scale": 1.0}
+        alone |= {"replica": 1, "replicas": 1, "elastic": {}}
         self.steps = [
             ModuleStep(worker.model_copy(update=alone), self.device) for worker in workers
         ]

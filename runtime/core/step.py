@@ -193,6 +193,9 @@ class ModuleStep(ModuleForward):
             self.counters.loss = (
                 loss.detach() if whole else loss.detach() * part.samples / len(y_BY)
             )
+            pull_BH = None if self.shared is None else self.shared.pull(done.xs, done.h_BH.detach())
+            if pull_BH is not None:
+                loss = loss + (done.h_BH * pull_BH).sum() / part.samples
             self._backward(loss, None)
             upstream = self._gradients(done, part, self._answers(id))
             if ends:

@@ -22,6 +22,9 @@ from dni_runtime.network.trace import Trace, changed, symbol
 from dni_runtime.network.tracing import trace
 from dni_runtime.spec.load import explain_details
 
+BORROWED = "borrowed."
+"""Before the name of a borrowed parameter in a state dict: none has it, a piece may be given it."""
+
 
 class BorrowedParameter:
     """A tied parameter that another piece has; it comes with each batch, cut into rows.
@@ -45,6 +48,10 @@ class BorrowedParameter:
         else:
             self.now = row_BN.flatten()[: newest.numel()].view(newest.shape)
             self._newest = self.now.detach()
+
+    def keep(self, value: Tensor) -> None:
+        """Take a value as the newest one, before any batch has brought one."""
+        self.now = self._newest = value.detach()
 
     def fix(self, parameter: nn.Parameter) -> None:
         """Use the parameter itself: both pieces are in one process."""
@@ -185,6 +192,14 @@ class Piece(nn.Module):
         """Choose the operations; the network's own ``train`` may need what other pieces have."""
         self.training = mode
         return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        for name, parameter in self.borrowed.items():  # those that only predict get it, too
+            if (value := state_dict.pop(f"{prefix}{BORROWED}{name}", None)) is not None:
+                parameter.keep(value)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def lent(self, name: str) -> nn.Parameter:
         """Return a parameter that it lends."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from dni_runtime.core.layers import exported
 from dni_runtime.errors import SpecError, UsageError
-from dni_runtime.plan.initial import stored_tensors, trained_weights
-from dni_runtime.plan.prepare import CheckedChain, Origin
+from dni_runtime.plan.initial import StoredTensor, Weights, stored_tensors, trained_weights
+from dni_runtime.plan.prepare import CheckedChain, Origin, importing_from
 from dni_runtime.run.cuts import tensors_file
 from dni_runtime.run.record import Record
 from dni_runtime.serving.protocol import Signature
@@ -62,16 +63,44 @@ def serving_chain(
         sources={
             str(path.relative_to(sources)): path for path in sources.rglob("*") if path.is_file()
         },
-        initial={
-            worker.module: trained_weights(
-                worker, tensors_file(record.run.checkpoint(cut, trained[worker.module][0]))
-            )
-            for worker in workers
-        }
+        initial=_with_borrowed(
+            workers,
+            {
+                worker.module: trained_weights(
+                    worker, tensors_file(record.run.checkpoint(cut, trained[worker.module][0]))
+                )
+                for worker in workers
+            },
+            sources,
+        )
         | {exit_name(name): stored_tensors(record.run.exit_head(name)) for name in exits or {}},
         front=served[0],
         trained=Origin(record, cut),
     )
+
+
+def _with_borrowed(workers: Sequence[WorkerSpec], weights: Weights, sources: Path) -> Weights:
+    """Give parts of a network that share weights those of the part which has them.
+
+    In a batch of few samples they do not travel (``network.piece.BorrowedParameter``).
+    """
+    if not any(layer.args.get("borrows") for worker in workers for layer in worker.layers):
+        return weights
+    from dni_runtime.core.layers import build_module
+    from dni_runtime.network.piece import BORROWED, Piece
+
+    lent = dict[str, StoredTensor]()
+    with importing_from(sources):
+        for worker in workers:
+            its = weights[worker.module]
+            for number, piece in enumerate(build_module(worker, "meta")):
+                if not isinstance(piece, Piece):
+                    continue
+                names = {id(p): name for name, p in piece.named_parameters()}
+                for name in piece.lends:
+                    lent[name] = its[f"{number}.{names[id(piece.lent(name))]}"]
+                its |= {f"{number}.{BORROWED}{name}": lent[name] for name in piece.borrowed}
+    return weights
 
 
 def signature_of(record: Record) -> Signature:

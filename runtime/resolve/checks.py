@@ -135,7 +135,7 @@ def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batche
             location = (*setting_location(chain, worker.index, str(field)), *rest)
             raise SpecError(error.message, location=location, hint=error.hint) from None
         if any(isinstance(layer, Recurrent) for layer in network.modules()):
-            _check_recurrent(chain, worker, micro_batches)
+            _check_recurrent(chain, worker, network, micro_batches)
         if worker.precision == "float16":
             _check_float16(chain, worker, network)
         strategy = worker.strategy
@@ -197,7 +197,9 @@ def _check_ties(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batches: 
                 )
 
 
-def _check_recurrent(chain: ChainSpec, worker: WorkerSpec, micro_batches: int) -> None:
+def _check_recurrent(
+    chain: ChainSpec, worker: WorkerSpec, network: nn.Module, micro_batches: int
+) -> None:
     """Refuse options that do not work with a state carried from batch to batch."""
     interface = worker.interface
     if worker.replicas > 1:
@@ -211,6 +213,13 @@ def _check_recurrent(chain: ChainSpec, worker: WorkerSpec, micro_batches: int) -
     elif interface is not None and interface.args.get("keep") == "input":
         wrong = "'keep: input': the pass would be recomputed from another state"
         location = setting_location(chain, worker.index, "interface")
+    elif (
+        interface is not None
+        and interface.name == "corrected"
+        and any(isinstance(one, Recurrent) and one.synthesizer for one in network.modules())
+    ):
+        wrong = "'synthetic': 'corrected' passes backward twice, and would count it twice"
+        location = ("modules", worker.index, "layers")
     else:
         return
     raise SpecError(

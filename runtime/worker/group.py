@@ -203,7 +203,7 @@ class Group:
             total, rows, asks = sums.tolist()
             if not rows:
                 return ReplicaMessage(asks=asks > 0)
-            if row is None:
+            if row is None or (total and not weight):  # it may have infinities, as masks have
                 row = torch.zeros(self._shared.size, device=self._device)
             else:
                 row *= weight / total if total else 1 / rows

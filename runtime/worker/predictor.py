@@ -123,11 +123,10 @@ class Predictor:
         torch.set_rng_state(self._module.random_state)
         if spec.initial:
             file = attempt.run.initial(module_of(spec.module))
-            released = None if file.exists() else released_weights(spec)
-            if released is None:
-                self._module.load_initial(file)
-            else:
+            if (released := released_weights(spec)) is not None:
                 load_initial(self._module.layers, released, LAYERS_PREFIX)
+            if released is None or file.exists():  # all of them, or what others share with it
+                self._module.load_initial(file)
         self._exit, self._head = spec.exit, None
         if spec.exit is not None:
             file = attempt.run.initial(exit_name(module_of(spec.module)))

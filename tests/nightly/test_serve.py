@@ -12,7 +12,7 @@ __all__ = ["site"]
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("template", ["resnet", "lm"])
+@pytest.mark.parametrize("template", ["resnet", "lm", "gpt"])
 def test_networks_answer(site: Site, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
-    """Images, and bytes."""
+    """Images, bytes, and weights that two modules share."""
     serve_template(site, monkeypatch, template)

@@ -141,7 +141,12 @@ class Strategy(nn.Module):
 
 
 def mean_of(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the weighted mean of rows; if all weights are 0, the mean."""
+    """Return the weighted mean of rows; if all weights are 0, the mean.
+
+    A row of weight 0 is left out: it may have infinities, as masks have, and 0 times one is NaN.
+    """
     shares = torch.tensor(weights, dtype=torch.float64)
     shares = shares / shares.sum() if shares.any() else torch.full_like(shares, 1 / len(rows))
-    return (torch.stack(tuple(rows)) * shares.to(torch.float32)[:, None]).sum(0)
+    counted = [(row, share) for row, share in zip(rows, shares, strict=True) if share]
+    factors = torch.stack([share for _, share in counted]).to(torch.float32)
+    return (torch.stack([row for row, _ in counted]) * factors[:, None]).sum(0)

@@ -262,7 +262,7 @@ class SharedWeights:
         strategy = self.strategy
         assert isinstance(strategy, ParameterServer)
         self._put(strategy.with_own(self.row(), self._learnt, self._module.spec.replicas))
-        self._optimization.changed()
+        self._changed()
 
     def apply(self, offer: ReplicaMessage, replica: int, id: int) -> None:
         """Add another replica's push to the first one's weights, unless that was done before.
@@ -274,7 +274,7 @@ class SharedWeights:
         if offer.row is not None and id > int(strategy.applied_N[replica]):
             replicas = self._module.spec.replicas
             self._put(strategy.with_push(self.row(), offer.row, self._learnt, replicas))
-            self._optimization.changed()
+            self._changed()
             strategy.applied_N[replica] = id
 
     def take(self, answer: ReplicaMessage) -> None:
@@ -308,9 +308,14 @@ class SharedWeights:
         self._put(torch.cat([self.strategy.take(local[: self._learnt], agreed_P), rest]))
         self.samples = 0
         self.strategy.asked = False
-        self._optimization.changed()
+        self._changed()
         if self.differences is not None:
             self.differences.base = agreed_P.clone()
+
+    def _changed(self) -> None:
+        """Tell the optimization that its weights have moved, by no update of its own."""
+        self._optimization.before = None
+        self._optimization.changed()
 
     def _with_rest(self, packed_P: Tensor, row: Tensor) -> Tensor:
         """Return the words of compressed parameters, followed by the rest of the row as it is."""

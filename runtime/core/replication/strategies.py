@@ -330,7 +330,9 @@ class ParameterServer(Strategy):
         """Return the server's row after a push; both begin with ``learnt`` trained parameters."""
         moved_P, kept = push[:learnt] * self._factor(replicas), row[learnt:]
         self.pushed_P = self.pushed_P + moved_P
-        return torch.cat([row[:learnt] + moved_P, kept + (push[learnt:] - kept) / replicas])
+        near = kept + (push[learnt:] - kept) / replicas
+        near = torch.where(push[learnt:] == kept, kept, near)  # infinities, as masks have
+        return torch.cat([row[:learnt] + moved_P, near])
 
     def _factor(self, replicas: int) -> float:
         return float(self.options.scale or 1 / replicas)

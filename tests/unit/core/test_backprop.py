@@ -47,6 +47,31 @@ def specs(settings: str = "accumulate: 1") -> tuple[WorkerSpec, ...]:
     return specs_of(text + "on_nan: skip\n", INFO)
 
 
+def test_replicas_are_none_of_its_settings() -> None:
+    """It trains on all batches: by the chain's own rates, and a schedule of that length."""
+    text = """\
+name: net
+data: {batch_size: 4}
+defaults: {interface: mixed, optimizer: {SGD: {lr: 0.1}}, schedule_every: batch,
+           schedule: {CosineAnnealingLR: {T_max: auto}}}
+replication: {strategy: all-reduce, scale_lr: linear}
+modules:
+- {name: a, replicas: 4, layers: [{Linear: {in_features: 12, out_features: 8}}]}
+- {name: b, layers: [{Linear: {in_features: 8, out_features: 4}}]}
+"""
+    info = INFO.model_copy(update={"train_samples": 160})
+    backprop, model = Backprop(specs_of(text, info)), nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
+    for x, y in batches(40):
+        backprop.train_batch(x, y)
+        optimizer.step()
+        schedule.step()
+        for step in backprop.steps:
+            (group,) = step.optimization.optimizers["module"].param_groups
+            assert group["lr"] == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-9)
+
+
 def train(
     network: nn.Module,
     data: Iterable[tuple[Tensor, Tensor]],

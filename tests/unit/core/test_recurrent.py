@@ -378,6 +378,11 @@ def test_costs_are_counted_without_computing() -> None:
     assert costs["b"] > 3 * 2 * T * 4 * (2 * H * H)
 
 
+def test_two_backward_passes_would_count_the_future_twice() -> None:
+    refused(CHAIN % ("corrected", "true"), INFO, "'corrected' passes backward twice")
+    workers("corrected", "false")
+
+
 @pytest.mark.parametrize("synthetic", ["false", "true", "{synthesizer: mlp, scale: 0.5}"])
 def test_a_chain_with_a_recurrent_module_is_backpropagation(synthetic: str) -> None:
     chain, reference = (

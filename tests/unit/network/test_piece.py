@@ -355,6 +355,23 @@ def test_a_small_batch_uses_the_newest_tied_weights() -> None:
         assert not torch.allclose(before, after)
 
 
+def test_tied_weights_may_be_given_before_any_batch() -> None:
+    given = {"lends": [["words.weight"], []], "borrows": [{}, {"words.weight": 1}], "rows": [4, 4]}
+    first, second = build(network(*TIED, **NAMES), ("first",), **given)
+    tokens, mask = torch.randint(0, 7, (2, 5)), torch.ones(2, 5, dtype=torch.bool)
+    with torch.no_grad():
+        first.lent("words.weight").mul_(2)
+        away = second(*first(tokens), mask)
+        lent = {"0.borrowed.words.weight": first.lent("words.weight")}
+        layers = torch.nn.Sequential(second)
+        assert not layers.load_state_dict(lent, strict=False).unexpected_keys
+        assert layers.load_state_dict(lent, strict=False).missing_keys == [*layers.state_dict()]
+        here = second(*first(tokens), mask)
+        tie([first, second])
+        torch.testing.assert_close(here, second(*first(tokens), mask))
+    assert not torch.allclose(away, here)
+
+
 def test_it_can_be_copied_and_needs_no_memory() -> None:
     spec = network(*SKIPS)
     (piece,) = build(spec, ())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -106,6 +108,35 @@ def test_an_error_signal_of_the_modules_own_has_the_term_too() -> None:
         if q.dim() > 1:  # a bias before a normalisation has a gradient of rounding errors only
             assert not torch.equal(q, start)
         assert torch.allclose(p - q, -0.1 * g, atol=1e-6)
+
+
+def test_the_last_module_has_the_term_too() -> None:
+    """Beside plain torch: at the predictions, as in the paper."""
+    text = NORMED.replace("  replicas: 2\n", "").replace("{name: c,", "{name: c, replicas: 2,")
+    workers = workers_of(specs_of(text % "{codistillation: {weight: 2.0}}", INFO))
+    steps = [ModuleStep(one) for one in workers if one.module[0] == "c"]
+    draw = torch.Generator().manual_seed(1)
+    models, kept = [nn.Linear(6, 4) for _ in steps], dict[nn.Module, dict[str, Tensor]]()
+    for id in (1, 2):
+        for step, model, other in zip(steps, models, reversed(models), strict=True):
+            if id == 1:
+                model.load_state_dict({k[2:]: v for k, v in step.layers.state_dict().items()})
+            x, y = torch.randn(8, 6, generator=draw), torch.randint(0, 4, (8,), generator=draw)
+            loss = nn.functional.cross_entropy(model(x), y)
+            if id == 2:
+                stale = nn.Linear(6, 4)
+                stale.load_state_dict(kept[other])
+                loss = loss + 2.0 * nn.functional.mse_loss(model(x), stale(x).detach())
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                for p, g in zip(model.parameters(), gradients, strict=True):
+                    p -= 0.1 * g
+            step.forward(id, x)
+            step.update(y)
+            for ours, theirs in zip(step.layers.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs)
+        kept = {model: copy.deepcopy(model.state_dict()) for model in models}
+        share(steps, id)
 
 
 def test_weights_and_statistics_stay_each_ones_own() -> None:

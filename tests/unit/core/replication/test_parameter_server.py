@@ -82,6 +82,15 @@ def test_a_push_that_comes_again_is_added_once() -> None:
     assert torch.equal(shared(again).row(), row)
 
 
+def test_a_mask_of_infinities_stays() -> None:
+    strategy = shared(ModuleStep(replicas("parameter-server")[0])).strategy
+    assert isinstance(strategy, ParameterServer)
+    learnt = len(strategy.pushed_P)
+    row = torch.cat([torch.zeros(learnt), torch.tensor([0.0, -torch.inf, 2.0])])
+    push = torch.cat([torch.ones(learnt), torch.tensor([0.0, -torch.inf, 4.0])])
+    assert strategy.with_push(row, push, learnt, 2)[learnt:].tolist() == [0, -torch.inf, 3]
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_server_goes_on_with_another_number_of_replicas(count: int) -> None:
     """What it has of those that stay is not added again; a new one's first push is."""

@@ -71,6 +71,26 @@ def test_the_mean_is_weighted_by_samples() -> None:
     rows = [torch.randn(5), torch.randn(5)]
     assert torch.allclose(mean_of(rows, [0, 0]), (rows[0] + rows[1]) / 2, atol=1e-6)
     assert torch.allclose(mean_of(rows, [3, 1]), 0.75 * rows[0] + 0.25 * rows[1], atol=1e-6)
+    mask = torch.tensor([0.0, -torch.inf])
+    for weights in ([1, 0], [0, 0], [2, 1]):
+        assert torch.equal(mean_of([mask, mask], weights), mask)
+
+
+def test_what_all_agree_on_is_no_update_to_go_on_with() -> None:
+    """`predict` assumes that the newest update of the optimizer comes again."""
+    specs = linear("local-sgd", interface="{delayed: {predict: true}}")
+    steps, draw = [ModuleStep(spec) for spec in specs], torch.Generator().manual_seed(1)
+    for step in steps:
+        learn(step, 1, torch.randn(4, 8, generator=draw), torch.randn(4, 6, generator=draw))
+    share(steps)
+    for step in steps:
+        row = shared(step).row()
+        with step.optimization.ahead(2):
+            assert torch.equal(shared(step).row(), row)
+        learn(step, 2, torch.randn(4, 8, generator=draw), torch.randn(4, 6, generator=draw))
+        moved = shared(step).row() - row
+        with step.optimization.ahead(2):
+            torch.testing.assert_close(shared(step).row(), row + 3 * moved)
 
 
 def test_a_strategy_of_the_users_own() -> None:
