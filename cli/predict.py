@@ -71,10 +71,10 @@ def predict(
         document["run"], document["checkpoint"] = its.name, its.choose_cut(cut)
         found = its.predict(others, document["checkpoint"])
     document |= {"samples": len(found.outputs), "shape": list(found.outputs.shape[1:])}
+    if output is not None:  # whatever is wrong with the labels
+        found.save(output)
     result = None if found.labels is None else found.evaluate(_names(metrics))
     document |= {"file": str(output) if output else None, "evaluation": result}
-    if output is not None:
-        found.save(output)
     if confusion is not None:
         from dni_runtime.measure.curves import save_figure
 

@@ -32,6 +32,7 @@ _LOADING_WEIGHTS = {
     'network.load_state_dict(load_file("{}"))',
     ".pt": 'import torch\n\nnetwork.load_state_dict(torch.load("{}", weights_only=True))',
 }
+_LOADING_WEIGHTS[".pth"] = _LOADING_WEIGHTS[".pt"]
 
 
 def write_card(record: Record, cut: int, file: Path, *, state_dict: bool = False) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -300,6 +301,7 @@ class Checkpointed:
         from dni_runtime.core.export import load_trained
         from dni_runtime.core.forward import ModuleForward
         from dni_runtime.data import open_data
+        from dni_runtime.network.piece import tie
         from dni_runtime.plan.prepare import importing_from
 
         self.check_trusted()
@@ -309,6 +311,7 @@ class Checkpointed:
             modules = [ModuleForward(worker) for worker in workers]
             for module in modules:
                 load_trained(module.layers, module.spec, states)
+            tie(layer for module in modules for layer in module.layers.modules())
             own = chain.data.at(self.record.data).of_replica(1)
             head, trained = workers[0].head, self.record.preprocessing
             floats = head is not None and head.samples[0].dtype == "float32" and own.normalize
@@ -366,6 +369,9 @@ def evaluation_data(
         raise UsageError("no data is named", hint="--data '{dataset: npz, path: FILE}'")
     if data is None:
         return open_data(spec, sources, seed=seed)
+    # Its training samples, if there are any, need not fill a batch.
+    one = {"eval_batch_size": spec.eval_size, "batch_size": 1, "drop_last": False}
+    spec = spec.model_copy(update=one)
     source = open_data(spec, sources, seed=seed, half=half, trained=trained)
     unknown = trained is None and source.splits["eval"].preprocessing() is not None
     if unknown and spec.dataset == "npz" and "normalize" not in data:
@@ -408,7 +414,10 @@ def _other_data(data: Mapping[str, Any], own: DataSpec | None) -> DataSpec:
 
 
 def predict_model(file: Path, data: Data | None, *, trust: bool = False) -> Predictions:
-    """Return the outputs of an exported network; its loss is taken to be a cross-entropy."""
+    """Return the outputs of an exported network.
+
+    Its loss is taken to be a cross-entropy, or a mean squared error if labels are no integers.
+    """
     from dni_runtime.core.export import load_model, read_header
     from dni_runtime.core.forward import as_inputs
     from dni_runtime.measure.predictions import Predictions
@@ -420,4 +429,7 @@ def predict_model(file: Path, data: Data | None, *, trust: bool = False) -> Pred
         trained = None if file.suffix == ".pt2" else read_header(file).preprocessing
         source = evaluation_data(data, None, Path.cwd(), trained)
         loss = Choice(name="CrossEntropyLoss")
-        return Predictions.of(lambda x: model(*as_inputs(x)), *source.evaluated(), loss)
+        found = Predictions.of(lambda x: model(*as_inputs(x)), *source.evaluated(), loss)
+    if found.labels is not None and found.labels.is_floating_point():
+        found = replace(found, loss=Choice(name="MSELoss"))
+    return found

@@ -319,6 +319,13 @@ class SumOfLosses(nn.Module):
             total = total + weight * loss(p, y)
         return total
 
+    @property
+    def ignore_index(self) -> int | None:
+        """The label that all of them leave out, if each is of the whole row of labels."""
+        left_out = {loss.ignore_index for loss in cast("Iterable[ChainLoss]", self.losses)}
+        whole = all(term.label_at is None for term in self._terms)
+        return left_out.pop() if whole and len(left_out) == 1 else None
+
     def means(self, p_BP: Tensor, y_BY: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return what is summed up; see :meth:`ChainLoss.means`."""
         parts = self._parts(p_BP, y_BY)

@@ -86,11 +86,14 @@ def cross_entropy_of(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> tuple[Tenso
     return total, (y_N != ignored).sum()
 
 
-def rises(metric: Choice) -> bool:
-    """Whether a higher value is better."""
+def rises(metric: Choice) -> bool | None:
+    """Whether a higher value is better; None if the metric does not say so."""
     if metric.name in METRICS:
         return metric.name in OF_CLASSES
-    return bool(_build(metric, ()).higher_is_better)
+    better = _build(metric, ()).higher_is_better
+    if better is None and metric.name.endswith("CorrCoef"):  # torchmetrics leaves it open
+        return True
+    return better if better is None else bool(better)
 
 
 class TorchMetric:

@@ -70,12 +70,21 @@ class UserSplit(Split):
         dtype = torch.float32 if any(y.is_floating_point() for y in ys) else torch.int64
         return xs if len(xs) > 1 else xs[0], pack([y.to(dtype) for y in ys])
 
+    def reads_randomly(self, number: int) -> bool:
+        """Whether reading a sample draws from torch's global generator."""
+        with torch.random.fork_rng(devices=[]):
+            before = torch.random.get_rng_state()
+            self.tensors(torch.tensor([number]))
+            return not torch.equal(before, torch.random.get_rng_state())
+
     def classes(self) -> Tensor | None:
         """Return each sample's class, if the data set tells without reading the samples."""
         labels = getattr(self._dataset, "targets", None)  # of torchvision's
         for key in self._spec.label or LABELS:
             if labels is None and key in (getattr(self._dataset, "column_names", None) or ()):
-                labels = self._dataset[key][:]  # of Hugging Face's
+                plain = getattr(self._dataset, "with_format", lambda _: self._dataset)
+                with suppress(Exception):  # of Hugging Face's, without the user's transforms
+                    labels = plain(None)[key][:]
         try:
             classes_N = torch.as_tensor(labels)
         except (TypeError, ValueError, RuntimeError):

@@ -204,6 +204,9 @@ class DataSource:
         """Yield the batches of ``train``, ``eval`` or ``test`` from one on."""
         part, orders_B = self._part(split, epoch)
         trains = split == "train"
+        if part.draws and not trains:  # read in turn: each evaluation has the same numbers
+            batches = self.some_batches(split, 0, start, lambda: True)
+            return (batch for batch in batches if batch is not None)
         # What a thread would draw depends on when, and the model draws from the same generator.
         processes = self._spec.workers or int(part.draws)
         if not (trains and processes and (part.slow or self._augment)):

@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,9 @@ def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
         _check_apart(spec, train, evaluation)
     splits = [UserSplit(spec, dataset, collate, half) for dataset in (train, evaluation)]
     with torch.random.fork_rng(devices=[]):
-        before = torch.random.get_rng_state()
         xs, ys, names = splits[0].tensors(torch.tensor([0]))
-        draws = not torch.equal(before, torch.random.get_rng_state())
+    draws = [map(split.reads_randomly, _spread(len(split))) for split in splits]
+    _check_classes(spec, train, evaluation)
     sample, *further = map(sample_of, xs)
     labels = tuple(map(sample_of, ys))
     info = DataInfo(
@@ -119,11 +120,33 @@ def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
 
     def load() -> tuple[Split, Split]:
         return (
-            UserSplit(spec, train, collate, half, info, draws, drawn),
-            UserSplit(spec, evaluation, collate, half, info, draws, drawn),
+            UserSplit(spec, train, collate, half, info, any(draws[0]), drawn),
+            UserSplit(spec, evaluation, collate, half, info, any(draws[1]), drawn),
         )
 
     return Found(info, path, load)
+
+
+def _spread(count: int) -> set[int]:
+    """Numbers of a few samples: a data set may draw random numbers for some only."""
+    return {count * n // 4 for n in range(4)} if count else set()
+
+
+def _check_classes(spec: DataSpec, train: Dataset[Any], evaluation: Dataset[Any]) -> None:
+    """Refuse data sets that number their classes each in its own way, as ImageFolder does."""
+    ours, theirs = (getattr(one, "classes", None) for one in (train, evaluation))
+    if not (isinstance(ours, list) and isinstance(theirs, list)):
+        return
+    for number, (name, other) in enumerate(zip_longest(ours, theirs)):
+        if other is None:  # the last ones are missing
+            return
+        if name != other:
+            raise DataError(
+                f"data set {spec.dataset!r}: class {number} is {name!r} in the training, and "
+                f"{other!r} in the evaluation",
+                hint="both need the same classes in the same order: for a data set that finds "
+                "them as folders, make an empty folder for each that is missing",
+            )
 
 
 def _states() -> tuple[object, ...]:

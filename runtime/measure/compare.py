@@ -188,11 +188,11 @@ class ComparedMetric(NamedTuple):
 
 
 def metric_of(chain: ChainSpec) -> ComparedMetric:
-    """Return the chain's first metric, or its loss if it has none."""
-    if not chain.metrics:
-        return ComparedMetric("loss", False)
-    metric = chain.metrics[0]
-    return ComparedMetric(metric.name, rises(metric))
+    """Return the chain's first metric that says which value is better, else its loss."""
+    for metric in chain.metrics:
+        if (up := rises(metric)) is not None:
+            return ComparedMetric(metric.name, up)
+    return ComparedMetric("loss", False)
 
 
 def read_trial(record: Record, method: str, seed: int, metric: ComparedMetric) -> Trial:

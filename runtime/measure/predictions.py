@@ -41,6 +41,7 @@ class Predictions:
         outputs: One row for each sample.
         labels: Likewise; None if the data have none.
         loss: The network's loss.
+        numbers: Which samples of the data the rows are of, from 0; None: all, in their order.
         metrics: Those that :meth:`evaluate` returns by default.
     """
 
@@ -48,6 +49,7 @@ class Predictions:
     labels: Tensor | None
     loss: Choice
     metrics: tuple[Choice, ...] = ()
+    numbers: Tensor | None = None
 
     @classmethod
     @torch.no_grad()
@@ -65,7 +67,9 @@ class Predictions:
             raise DataError("the data have no evaluation samples")
         order_N = numbers_N.argsort()
         outputs, labels = (torch.cat(tensors)[order_N] for tensors in zip(*pairs, strict=True))
-        return cls(outputs, labels if labels.numel() else None, loss, metrics)
+        numbers_N, all_N = numbers_N[order_N], torch.arange(len(numbers_N))
+        numbers = None if torch.equal(numbers_N, all_N) else numbers_N
+        return cls(outputs, labels if labels.numel() else None, loss, metrics, numbers)
 
     def evaluate(self, metrics: Metrics | None = None) -> dict[str, float]:
         """Loss and metrics.
@@ -78,6 +82,7 @@ class Predictions:
             SpecError: There is no such metric, or it does not fit.
         """
         loss, labels = self._compared()
+        loss.check_labels(labels, "label ", self.numbers)
         chosen = self.metrics if metrics is None else parse_metrics(metrics)
         check_metrics(chosen, loss, sample_of(self.outputs), sample_of(labels))
         evaluation = EvaluationSums(loss, chosen)
@@ -93,6 +98,7 @@ class Predictions:
         loss, labels = self._compared()
         if loss.class_axis is None:
             raise UsageError("a confusion matrix needs labels that are classes")
+        loss.check_labels(labels, "label ", self.numbers)
         p_NC, y_N = loss.rows(self.outputs, labels)
         valid_N, classes = loss.valid(y_N), p_NC.shape[1]
         pairs_N = y_N * classes + p_NC.argmax(1)
@@ -116,13 +122,18 @@ class Predictions:
         return draw_matrix(self.confusion().tolist())
 
     def save(self, file: Path | str) -> None:
-        """Write ``outputs`` and, if there are any, ``labels`` to a NumPy ``.npz`` file."""
+        """Write ``outputs`` and, if there are any, ``labels`` to a NumPy ``.npz`` file.
+
+        If they are of some samples only, ``numbers`` says which.
+        """
         outputs = self.outputs
         if outputs.dtype == torch.bfloat16:  # NumPy lacks it
             outputs = outputs.float()
         arrays: dict[str, Any] = {"outputs": outputs.numpy()}
         if self.labels is not None:
             arrays["labels"] = self.labels.numpy()
+        if self.numbers is not None:
+            arrays["numbers"] = self.numbers.numpy()
         content = io.BytesIO()
         np.savez(content, **arrays)
         write_atomic(Path(file), content.getvalue(), mode=0o644)

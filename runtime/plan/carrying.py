@@ -10,6 +10,7 @@ import copy
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -42,8 +43,10 @@ from dni_runtime.spec.replicas import replicas_of
 from dni_runtime.worker.checkpoint import State, copy_state, read, restore, write_part
 from dni_runtime.worker.stream import Position
 
-_OF_THE_STREAM = ("dataset", "batch_size", "shuffle", "streams", "train_limit", "validation")
-"""Settings of the data that say which samples a batch has."""
+_OF_THE_STREAM = (
+    "dataset", "batch_size", "drop_last", "shuffle", "streams", "train_limit", "validation",
+)  # fmt: skip
+"""Settings of the data that say, with the seed, which samples a batch has."""
 
 
 def carry_over(prepared: CheckedChain, record: Record, state: RunState) -> CheckedChain:
@@ -63,11 +66,11 @@ def carry_over(prepared: CheckedChain, record: Record, state: RunState) -> Check
             "instead, name its directory as 'init.file'",
         )
     chain, workers = record.specs()
-    for key in _OF_THE_STREAM:
-        was, now = getattr(chain.data, key), getattr(prepared.chain.data, key)
+    for place in (("seed",), *(("data", key) for key in _OF_THE_STREAM)):
+        was, now = (reduce(getattr, place, one) for one in (chain, prepared.chain))
         if was != now:
             raise UsageError(
-                f"{prepared.locate('data', key)} is {now!r}, and was {was!r} in run {name!r}, "
+                f"{prepared.locate(*place)} is {now!r}, and was {was!r} in run {name!r}, "
                 "whose place in the data is that of other batches"
             )
     with importing_from(prepared.base.absolute()):

@@ -173,12 +173,17 @@ def _imported(base: Path) -> dict[str, Path]:
 
 def prepare_again(prepared: CheckedChain, written: ChainSpec) -> CheckedChain:
     """Check another version of a chain; nothing is tried."""
+    from dni_runtime.data import with_defaults
+
     base, info, location = prepared.base.absolute(), prepared.info, prepared.data
     looked, other = prepared.looked, (prepared.written.data, written.data)
     made = [(one.dataset, one.path, one.args, one.normalize) for one in other]
     if looked is not None and made[0] != made[1]:
         looked = looked._replace(preprocessing=None)
     with naming_file(prepared.path), importing_from(base):
+        if written.data != prepared.written.data:
+            data = with_defaults(written.data, base)
+            written = written.model_copy(update={"data": data})
         sources = prepared.sources | source_files(written, base)
         if written.data != prepared.written.data:
             with _naming_data(prepared.path):

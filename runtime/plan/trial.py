@@ -104,6 +104,12 @@ def try_chain(
                 "draws there is another one for training than for evaluation"
             )
             looked = looked._replace(warnings=(*looked.warnings, warning))
+        if replica == 0 and source.has_test and source.splits["train"].draws:
+            warning = (
+                f"{chain.data.dataset!r} varies its training samples at random, also those that "
+                "'data.validation' holds out: use 'augment' instead, or samples of its own"
+            )
+            looked = looked._replace(warnings=(*looked.warnings, warning))
         for part in source.one_class(labels):
             warning = f"all samples for {_PURPOSES[part]} are of one class"
             looked = looked._replace(warnings=(*looked.warnings, warning))

@@ -317,18 +317,25 @@ def _selection(chain: ChainSpec) -> SelectionRole | None:
     selection = chain.selection
     if selection is None:
         return None
-    known = {"loss": False, **{metric.name: rises(metric) for metric in chain.metrics}}
+    known = {metric.name: metric for metric in chain.metrics}
     name = selection.metric or (chain.metrics[0].name if chain.metrics else "loss")
-    if name not in known:
+    if name != "loss" and name not in known:
         raise SpecError(
             f"metric {name!r} is not evaluated",
             location=("selection", "metric"),
-            hint=suggestion(name, list(known)),
+            hint=suggestion(name, ["loss", *known]),
+        )
+    up = rises(known[name]) if name in known else False
+    if up is None:
+        raise SpecError(
+            f"metric {name!r} does not say whether higher is better",
+            location=("selection", "metric"),
+            hint="set the attribute 'higher_is_better' of its class, or select by another one",
         )
     if chain.eval_every == 0:
         raise SpecError("'selection' needs evaluations", location=("eval_every",))
     return SelectionRole(
-        metric=name, rises=known[name], patience=selection.patience, min_delta=selection.min_delta
+        metric=name, rises=up, patience=selection.patience, min_delta=selection.min_delta
     )
 
 

@@ -187,7 +187,7 @@ class DataSpec(Frozen):
     def held_out(self, samples: int) -> int:
         """Return how many of ``samples`` training samples are held out for validation."""
         if isinstance(self.validation, float):
-            return max(int(samples * self.validation), 1)
+            return max(int(round(samples * self.validation, 6)), 1)  # 0.29 of 100 are 29
         return self.validation or 0
 
     @property

@@ -173,6 +173,25 @@ def test_figures_that_are_not_numbers_are_null(
     assert "loss nan, accuracy nan" in dnictl("predict", "one", "--data", data).out
 
 
+def test_labels_that_the_network_lacks(dnictl: Dnictl, run: Checkpointed, folder: Path) -> None:
+    """The outputs are kept; a file with new samples only needs no training batch."""
+    x, y = np.zeros((3, 1, 8, 8), np.uint8), np.array([1, 10, 2])
+    np.savez("more.npz", x_train=x[:1], y_train=y[:1], x_eval=x, y_eval=y)
+    said = dnictl("predict", "one", "--data", "{dataset: npz, path: more.npz}", "-o", "p.npz")
+    assert (said.code, "label [1] is 10" in said.err) == (66, True), said.err
+    assert len(loaded(folder / "p.npz")["outputs"]) == 3
+
+
+def test_rows_of_some_samples_are_numbered(run: Checkpointed, folder: Path) -> None:
+    found = run.predict()
+    assert found.numbers is not None
+    assert len(found.numbers) == 100
+    found.save(folder / "p.npz")
+    arrays, whole = loaded(folder / "p.npz"), run.predict("digits")
+    assert whole.numbers is None
+    assert torch.equal(whole.outputs[torch.from_numpy(arrays["numbers"])], found.outputs)
+
+
 def test_numbers_are_no_classes() -> None:
     p, y = torch.randn(6, 2), torch.randn(6, 2)
     found = Predictions.of(lambda x: p, [(p, y)], torch.arange(6), Choice(name="MSELoss"))

@@ -159,9 +159,11 @@ def test_trying_a_metric_draws_nothing() -> None:
         ("perplexity", False),
         ({"F1Score": F1}, True),
         ("MeanSquaredError", False),
+        ("PearsonCorrCoef", True),  # these say nothing of it
+        ("TweedieDevianceScore", None),
     ],
 )
-def test_which_metrics_rise(metric: Any, rising: bool) -> None:
+def test_which_metrics_rise(metric: Any, rising: bool | None) -> None:
     if metric not in METRICS:
         pytest.importorskip("torchmetrics")
     assert rises(Choice.model_validate(metric)) is rising

@@ -311,6 +311,60 @@ def test_what_a_data_set_draws_is_the_same_in_every_process(user_module, tmp_pat
     assert all(map(torch.equal, *found))
 
 
+RANDOM = """
+import torch
+from torch.utils.data import Dataset
+
+class Varied(Dataset):
+    def __init__(self, train, both=False):
+        self.vary = train or both
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        x = torch.full((3,), float(index))
+        return x + (torch.rand(3) if self.vary and index > 4 else 0), index % 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("keywords", "draws"),
+    [
+        ({}, [True, False]),
+        ({"validation": 4}, [True, False]),
+        ({"args": {"both": True}}, [True] * 2),
+    ],
+)
+def test_each_evaluation_draws_the_same(user_module, tmp_path, keywords, draws) -> None:
+    """Samples after the first may be the ones that vary, and training samples held out."""
+    source = open_data(make(user_module, RANDOM, "Varied", **keywords), tmp_path, seed=0)
+    assert [source.splits[part].draws for part in ("train", "eval")] == draws
+    torch.manual_seed(7)
+    expected = torch.rand(2)
+    found = []
+    for seed in (7, 8):
+        torch.manual_seed(seed)
+        found.append(torch.cat([x for x, _ in source.eval_batches()]))
+        assert torch.equal(torch.rand(2), expected) == (seed == 7), "the model's numbers stay"
+    assert torch.equal(*found)
+
+
+FOLDERS = """
+from torch.utils.data import TensorDataset
+import torch
+
+def folders(train, less=False):
+    made = TensorDataset(torch.zeros(6, 3), torch.arange(6) % 2)
+    made.classes = ["ant", "bee", "cat"] if train else ["ant", "bee"] if less else ["ant", "cat"]
+    return made
+"""
+
+
+def test_classes_are_numbered_alike(user_module, tmp_path) -> None:
+    with pytest.raises(DataError, match="class 1 is 'bee' in the training, and 'cat' in the"):
+        describe(make(user_module, FOLDERS, "folders"), tmp_path)
+    describe(make(user_module, FOLDERS, "folders", args={"less": True}), tmp_path)
+
+
 def test_a_split_drawn_twice_is_refused(user_module, tmp_path) -> None:
     with pytest.raises(DataError, match=r"(?s)of 9 samples for evaluation are also.*manual_seed"):
         describe(make(user_module, DRAWN, "halves"), tmp_path)

@@ -11,7 +11,7 @@ from dni_runtime.errors import CheckpointError, DamagedError, UsageError
 from dni_runtime.files import write_json
 from dni_runtime.plan.carrying import carry_over, extend, going_on
 from dni_runtime.plan.create import create_run
-from dni_runtime.plan.prepare import CheckedChain, prepare
+from dni_runtime.plan.prepare import CheckedChain, prepare, prepare_with
 from dni_runtime.run.cuts import is_over, tensors_file, verify
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
@@ -82,6 +82,14 @@ def test_other_layers_are_refused(stopped: Record, tmp_path: Path) -> None:
 def test_other_batches_are_refused(stopped: Record, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"chain.yaml:2: data.batch_size is 64, and was 32"):
         carried(chain(tmp_path, size=64, end=f", {MIDDLE}", width=9), stopped)
+    prepared = chain(tmp_path, end=f", {MIDDLE}", width=9)
+    carried(prepared, stopped)
+    for settings, message in (
+        ({"seed": 1}, "seed is 1, and was 0 in run 'old'"),
+        ({"data.drop_last": True}, "data.drop_last is True, and was False"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            carried(prepare_with(prepared, settings), stopped)
 
 
 def test_a_run_that_has_finished_is_refused(stopped: Record, tmp_path: Path) -> None:
