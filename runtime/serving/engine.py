@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -79,6 +80,9 @@ class InProcess:
 
     @torch.no_grad()
     def _compute(self) -> None:
+        # One core is the event loop's: threads of torch that wait for it take what requests need.
+        cores = len(os.sched_getaffinity(0)) - 1
+        torch.set_num_threads(max(min(torch.get_num_threads(), cores), 1))
         while (batch := self._batches.get()) is not None:
             id, inputs = batch
             try:
