@@ -59,15 +59,17 @@ def prune(runs: Path, keep: int, dry_run: bool, yes: bool) -> None:
       dnictl prune --keep 10 --dry-run
     """
     from dni_runtime.api.run import runs_in
+    from dni_runtime.plan.settings import UNSUPERVISED
 
     over = [
         run.record
         for run, state in runs_in(runs)
-        if state.phase in ("finished", "lost")
+        # A lost run without a supervisor may only be silent: on other hosts, or a full disk.
+        if state.phase in ("finished", *(() if run.record.scheduler in UNSUPERVISED else ("lost",)))
         and run.record.is_callers
         and not run.record.run.root.is_symlink()
     ]
-    _remove(over[: len(over) - keep], yes=yes, dry_run=dry_run)
+    _remove(over[: max(len(over) - keep, 0)], yes=yes, dry_run=dry_run)
 
 
 def _remove(records: Sequence[Record], *, yes: bool, dry_run: bool = False) -> None:

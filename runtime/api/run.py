@@ -213,18 +213,18 @@ class Run(Checkpointed):
             if time.monotonic() >= until:
                 break
         if state.active:
-            if not state.pid:
-                raise UsageError(
-                    f"run {self.name!r} is still {state.phase}", hint="end the mpirun or srun of it"
-                )
-            raise UsageError(
-                f"run {self.name!r} is still {state.phase}; its supervisor, process {state.pid} "
-                f"on {state.host}, does not answer",
-                hint=f"end its job: scancel {job.job}"
-                if job is not None
-                else f"kill it there: kill -9 {state.pid}; then stop its workers with the same "
-                f"command: dnictl stop {self.name}",
-            )
+            still = f"run {self.name!r} is still {state.phase}"
+            if state.pid:
+                who = f"its supervisor, process {state.pid} on {state.host}"
+                still += f"; {who}, does not answer"
+            if job is not None:
+                hint = f"end its job: scancel {job.job}"
+            elif state.pid:
+                hint = f"kill it there: kill -9 {state.pid}; then stop its workers with the same "
+                hint += f"command: dnictl stop {self.name}"
+            else:
+                hint = "end the mpirun or srun of it"
+            raise UsageError(still, hint=hint)
         return state
 
     def workers_of(self, name: str) -> list[str]:

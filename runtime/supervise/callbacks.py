@@ -13,7 +13,7 @@ from operator import methodcaller
 from queue import SimpleQueue
 from typing import Any, Self
 
-from dni_runtime.errors import with_causes
+from dni_runtime.errors import DniError, with_causes
 from dni_runtime.plan.callbacks import Callback, StartedRun, callback_class
 from dni_runtime.run.cuts import complete_cuts
 from dni_runtime.run.documents.base import Document
@@ -102,7 +102,7 @@ class Callbacks:
         for index, choice in enumerate(choices):
             try:
                 callbacks.append(callback_class(choice, index)(**choice.args))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 _record_failure(run, choice.name, error)
         started = StartedRun(run.root.name, run.root, settings, attempt)
         return cls(run, record, callbacks, started) if callbacks else None
@@ -112,6 +112,10 @@ class Callbacks:
         if state.active and time.monotonic() < self._look_at_s:
             return
         self._look_at_s = time.monotonic() + _LOOK_S
+        with contextlib.suppress(OSError, DniError):  # what cannot be read now is told later
+            self._look()
+
+    def _look(self) -> None:
         for line in self._lines.new():
             told = self._told
             if line.time > told.time or line.step > told.step:
@@ -143,7 +147,7 @@ class Callbacks:
             for one in self._callbacks:
                 try:
                     call(one)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     name = f"{type(one).__module__}:{type(one).__qualname__}"
                     if self._failures.get(name) != str(error):
                         self._failures[name] = str(error)
@@ -152,7 +156,7 @@ class Callbacks:
                 told.write(self._run.told, durable=False)
 
 
-def _record_failure(run: RunDir, name: str, error: Exception) -> None:
+def _record_failure(run: RunDir, name: str, error: BaseException) -> None:
     log.warning("callback %s failed", name, exc_info=error)
     with contextlib.suppress(OSError):
         fields = {"event": "callback_failed", "what": name, "error": with_causes(error)}

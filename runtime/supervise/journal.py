@@ -148,7 +148,9 @@ def failure(run: RunDir, state: RunState) -> DniError | None:
     if state.phase != "failed":
         return None
     if name is None or name not in state.modules:
-        return WorkerError(state.error or f"run {run.root.name!r} failed")
+        error = WorkerError(state.error or f"run {run.root.name!r} failed")
+        error.exit_code = state.exit_code or error.exit_code  # type: ignore[misc]
+        return error
     module = state.modules[name]
     report = Report.read(run.worker(name)).of(module.attempt)
     how, said = how_it_ended(name, module), state.error or ""

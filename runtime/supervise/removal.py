@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from dni_runtime.errors import UsageError
 from dni_runtime.run.documents.records import JobRecord
-from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.documents.reports import ENDED, Report
+from dni_runtime.run.documents.state import RunState, process_birth
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import ENTRIES, socket_path
 from dni_runtime.schedulers.runtime_files import remove_runtime_files
@@ -39,6 +41,14 @@ def check_removable(record: Record, state: RunState) -> None:
         raise UsageError(
             f"run {name!r} is {state.phase}", hint=f"stop it first: dnictl stop {name}"
         )
+    for worker in record.modules:  # of a run that has no supervisor, or has lost it
+        report = Report.read(record.run.worker(worker))
+        here = report.host == socket.gethostname() and report.state not in ENDED
+        if here and process_birth(report.pid or 0) == (report.born or -1):
+            raise UsageError(
+                f"worker {worker!r} of run {name!r} runs: process {report.pid}",
+                hint="stop it first",
+            )
     job = JobRecord.load(record.run.job)
     if job is not None and job.job is not None and state.phase not in ("finished", "failed"):
         info = job_infos([job.job]).get(job.job)

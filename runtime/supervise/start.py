@@ -78,18 +78,24 @@ class Launch:
 
         ``observe`` gets the run's state a few times a second, and at the end.
         """
-        owned = True
         try:
             supervisor = self.supervisor()
-            with calling_back(self.run, supervisor.state, observe) as look:
-                return supervisor.run(look)
-        except LeaseError:
-            owned = False  # the new owner needs what is there
+        except BaseException as error:
+            self._clean_up(error)
             raise
-        finally:
-            if owned:
-                with catching_signals(lambda number: None):  # the run has ended
-                    SCHEDULERS[self.plan.scheduler].clean_up(self.plan)
+        with calling_back(self.run, supervisor.state, observe) as look:
+            try:
+                state = supervisor.run(look)
+            except BaseException as error:
+                self._clean_up(error)
+                raise
+            self._clean_up(None)  # at once: another start would have its sockets in the same place
+        return state
+
+    def _clean_up(self, error: BaseException | None) -> None:
+        if not isinstance(error, LeaseError):  # else the new owner needs what is there
+            with catching_signals(lambda number: None):  # the run has ended
+                SCHEDULERS[self.plan.scheduler].clean_up(self.plan)
 
     def supervisor(self) -> Supervisor:
         """Return the supervisor that :meth:`supervise` runs."""
@@ -147,7 +153,7 @@ def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
 
     Those that take longer than ``grace_s`` are killed, unless they save something.
     """
-    if state.phase not in ("unsupervised", "lost"):
+    if state.phase not in ("unsupervised", "lost") or not state.pid:  # it never had a supervisor
         return state
     if state.host != socket.gethostname() or (state.phase == "unsupervised" and not state.here):
         raise UsageError(
@@ -155,7 +161,9 @@ def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
             hint=f"make sure that no process of it runs there, then remove {str(run.state)!r}",
         )
     alive = {name: module for name, module in state.modules.items() if lives(module)}
-    for module in alive.values():
+    for name, module in alive.items():
+        if Report.read(run.worker(name)).of(module.attempt).state == "stopping":
+            continue  # a second signal would end it without its checkpoint
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(module.pid or 0), signal.SIGTERM)
     rule = StallRule(list(alive), RestartPlan().stall_s)

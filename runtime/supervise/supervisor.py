@@ -479,7 +479,8 @@ class Supervisor:
         """Kill all workers after an error of the supervisor itself."""
         self._pool.kill_all("the supervisor failed")
         self.state.phase = "failed"
-        self.state.exit_code = error.exit_code if isinstance(error, DniError) else 70
+        kind = CheckpointError if isinstance(error, OSError) else DniError
+        self.state.exit_code = error.exit_code if isinstance(error, DniError) else kind.exit_code
         self.state.error = str(error) or type(error).__name__
         self.state.ended = time.time()
         self._journal.event("run_ended", state="failed", error=self.state.error)

@@ -20,12 +20,18 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "callbacks.md"
 ALL = """\
 callbacks:
   - broken:Broken
+  - broken:Leaves
   - csv_file:CsvFile
   - {import: "mlflow_tracker:Mlflow", args: {experiment: digits}}
   - {import: "trackio_tracker:Trackio", args: {project: digits}}
 """
 BROKEN = """
+import sys
 from dni_runtime import Callback
+
+class Leaves(Callback):
+    def on_evaluation(self, evaluation):
+        sys.exit("enough")
 
 class Broken(Callback):
     def on_evaluation(self, evaluation):
@@ -78,7 +84,8 @@ def test_trackers_get_each_evaluation(site: Site, monkeypatch: pytest.MonkeyPatc
 
     failures = [one for one in run.events() if one.event == "callback_failed"]
     assert [(one.what, one.error) for one in failures] == [
-        ("broken:Broken", "ValueError: nobody listens")
+        ("broken:Broken", "ValueError: nobody listens"),
+        ("broken:Leaves", "SystemExit: enough"),
     ]
 
 

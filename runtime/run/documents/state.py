@@ -138,6 +138,8 @@ class RunState(Document):
         """Read the state; if the supervisor is gone, derive it from the workers' reports."""
         state = cls.load(run.state) or cls(modules={})
         if state.active and not state._supervised(run):
+            state = cls.load(run.state) or state  # its supervisor may have written it since
+        if state.active and not state._supervised(run):
             state._ask_workers(run)
             end = peek_json(run.end)
             if end.get("attempt") == state.attempt and state.phase != "unsupervised":

@@ -59,6 +59,10 @@ class NodeShape:
     gpus: int
 
 
+class SilentError(UnavailableError):
+    """One of Slurm's commands has not ended in time."""
+
+
 def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> tuple[int, str, str]:
     """Run one of Slurm's commands; return exit status, output and errors.
 
@@ -80,7 +84,7 @@ def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> tuple[in
             hint="run this where Slurm is installed: on a login node, not in a container",
         ) from None
     except subprocess.TimeoutExpired:
-        raise UnavailableError(
+        raise SilentError(
             f"{argv[0]!r} did not respond within {timeout_s:.0f} s",
             hint="check Slurm's controller with 'scontrol ping'",
         ) from None
@@ -95,11 +99,17 @@ def submit(script: Path, options: Sequence[str] = (), *, former: str | None = No
     ``former`` is an earlier one. Raises ``UncertainError`` if it is unknown whether Slurm has
     accepted the job.
     """
-    code, out, err = run_slurm(["sbatch", "--parsable", *options, str(script)])
+    try:
+        code, out, err = run_slurm(["sbatch", "--parsable", *options, str(script)])
+    except SilentError as error:  # it may have asked already
+        code, out, err = 1, "", error.message
     job = out.strip().partition(";")[0]  # JOB;CLUSTER
     if code == 0 and job.isdigit():
         return job
-    code, listed, _ = run_slurm(["squeue", "--me", "--noheader", "--format=%A %o"])
+    try:
+        code, listed, _ = run_slurm(["squeue", "--me", "--noheader", "--format=%A %o"])
+    except SilentError:
+        code, listed = 1, ""
     if code != 0:
         raise UncertainError(
             f"it is unknown whether Slurm has accepted the job: {(err or out).strip()}",

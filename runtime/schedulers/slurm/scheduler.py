@@ -43,7 +43,7 @@ def judge(
         return state
     if info is not None and info.completing:  # it ends or is requeued: the next poll shows
         return state.model_copy(update={"phase": "stopping"})
-    if state.phase == "stopped":
+    if state.phase == "stopped" and not again:
         return state
     if told_to_stop and state.phase == "new":
         return state.model_copy(
@@ -98,7 +98,7 @@ class Slurm(Scheduler):
         A run's own state is out of date before its start, between two starts, and after its job was
         ended from outside.
         """
-        jobs, resumed = dict[RunDir, str](), set[RunDir]()
+        jobs, resumed, due = dict[RunDir, str](), set[RunDir](), set[RunDir]()
         for run, state in zip(runs, states, strict=True):
             record = JobRecord.load(run.job)
             if record is None or record.job is None:
@@ -110,11 +110,13 @@ class Slurm(Scheduler):
             ):
                 continue
             jobs[run] = record.job
+            if run in resumed or state.phase == "new":
+                due.add(run)
         try:
             infos = job_infos(sorted({*jobs.values()})) if jobs else {}
-        except UnavailableError:  # that a job is to resume a run is known
-            infos = {jobs[run]: JobInfo("PENDING", "Slurm does not answer") for run in resumed}
-            jobs = {run: jobs[run] for run in resumed}
+        except UnavailableError:  # that a job is to start a run, or to resume it, is known
+            infos = {jobs[run]: JobInfo("PENDING", "Slurm does not answer") for run in due}
+            jobs = {run: jobs[run] for run in due}
         return [
             judge(
                 state,

@@ -140,7 +140,7 @@ def submit_run(
     write_atomic(run.script, text, mode=0o700)
     try:
         number = commands.submit(run.script, options)
-    except BaseException as error:
+    except Exception as error:  # if the user interrupts it, Slurm may have the job
         if not existed and not isinstance(error, commands.UncertainError):
             shutil.rmtree(run.root)
         raise

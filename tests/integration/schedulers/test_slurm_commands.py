@@ -51,6 +51,19 @@ def test_an_answer_that_comes_too_late(
         assert submit(Path("/run/job.sbatch"), former="8") == expected
 
 
+def test_programs_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm may have the job: its run's directory must stay."""
+    monkeypatch.setattr(submit.__globals__["run_slurm"], "__kwdefaults__", {"timeout_s": 0.3})
+    for name in ("sbatch", "squeue"):
+        (tmp_path / name).write_text("#!/bin/sh\nexec sleep 20\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(UncertainError, match="'sbatch' did not respond within"):
+        submit(Path("/run/job.sbatch"))
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho '9 /run/job.sbatch'\n")
+    assert submit(Path("/run/job.sbatch")) == "9"
+
+
 @pytest.mark.parametrize("phase", ["failed", "stopped"])
 def test_a_job_that_is_to_resume_a_run(
     phase: RunPhase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -65,13 +78,17 @@ def test_a_job_that_is_to_resume_a_run(
         (1, "echo '12|PENDING|Resources|'", "queued"),
         (1, "echo '12|RUNNING|None|n1'", "starting"),
         (1, "exit 1", "queued"),
+        (1, "echo '12|NODE_FAIL|None|n1'", "lost"),
     ):
         squeue.write_text(f"#!/bin/sh\n{script}\n")
         squeue.chmod(0o755)
         JobRecord(job="12", nodes=(0,), after=after).write(run.job)
         (state,) = Slurm().describe([run], [ended])
         assert state.phase == meaning
-        assert state.active == (after == 1)
+        assert state.active == (after == 1 and meaning != "lost")
+    squeue.write_text("#!/bin/sh\nexit 1\n")
+    (state,) = Slurm().describe([run], [RunState(modules={})])
+    assert (state.phase, state.error) == ("queued", "job 12 waits: Slurm does not answer")
     squeue.write_text("#!/bin/sh\necho '12|CANCELLED|None|'\n")
     run.stop_request.parent.mkdir(exist_ok=True)
     run.stop_request.touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -10,11 +11,15 @@ from typing import NoReturn
 import pytest
 
 from dni_runtime.errors import UnavailableError
+from dni_runtime.files import read_json, write_json
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.prepare import prepare
 from dni_runtime.run.documents.records import JobRecord
+from dni_runtime.run.documents.reports import Report
+from dni_runtime.run.documents.state import process_birth
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import ENTRIES, RunDir
+from dni_runtime.schedulers.schedulers import read_state
 from tests.unit.cli.conftest import Dnictl, WriteChain, ended
 
 Make = Callable[[str, str], Record]
@@ -89,6 +94,28 @@ def test_nothing_is_removed_unless_all_can_be(
     refused("is a link", "elsewhere")
 
 
+def test_workers_without_a_supervisor_keep_their_run(dnictl: Dnictl, make: Make) -> None:
+    """Started one by one, or by mpirun on hosts that say nothing."""
+    record = make("a-1", "new")
+    here = socket.gethostname()
+    report = Report(module=record.modules[0], attempt=1, state="running", host=here)
+    born = process_birth(os.getpid())
+    report.model_copy(update={"pid": os.getpid(), "born": born}).write(
+        record.run.worker(record.modules[0])
+    )
+    assert f"process {os.getpid()}" in dnictl("rm", "a-1", "--yes").err
+    document = read_json(record.run.record)
+    assert document is not None
+    write_json(record.run.record, document | {"scheduler": "mpi"})
+    for name in record.modules:
+        report = Report(module=name, attempt=1, state="running", host="elsewhere")
+        report.write(record.run.worker(name))
+        os.utime(record.run.worker(name), (1, 1))
+    record.run.state.unlink(missing_ok=True)
+    assert read_state(record.run).phase == "lost"
+    assert dnictl("prune", "--keep", "0", "--yes").err == "no such runs\n"
+
+
 def test_what_belongs_to_others_stays(
     dnictl: Dnictl, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +144,8 @@ def test_prune_keeps_the_newest_and_all_that_can_go_on(
     phases = ["finished", "lost", "stopped", "failed", "finished", "finished"]
     for number, phase in enumerate(phases):
         make(f"r-{number}", phase)
+    for keep in ("4", "5", "9"):
+        assert dnictl("prune", "--keep", keep, "--yes").err == "no such runs\n"
     dry = dnictl("prune", "--keep", "1", "--dry-run", "--json").json
     assert dry["runs"] == ["r-0", "r-1", "r-4"]
     assert dry["bytes"] > 15_000_000

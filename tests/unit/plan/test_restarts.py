@@ -525,6 +525,14 @@ def test_a_worker_that_dies_of_its_input_is_not_restarted_for_ever(
         assert "dnictl resume" not in str(error)
 
 
+def test_an_error_of_the_supervisor_keeps_its_code(record: Record) -> None:
+    """No module is to blame: all checkpoints are damaged, say."""
+    state = RunState(phase="failed", exit_code=72, error="all are damaged", modules={})
+    error = failure(record.run, state)
+    assert error is not None
+    assert (error.exit_code, error.message) == (72, "all are damaged")
+
+
 @pytest.mark.parametrize(("code", "hint"), [(66, "correct the data"), (79, "'dnictl up --carry")])
 def test_what_would_do_the_same_again_is_not_advised(
     world: World, supervise: MakeSupervisor, record: Record, code: int, hint: str

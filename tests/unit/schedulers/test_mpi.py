@@ -174,6 +174,12 @@ def test_the_last_checkpoint_belongs_to_the_end(record: Record) -> None:
 
 
 def test_to_resume_is_to_call_mpirun_again(record: Record) -> None:
+    for name in record.modules:  # killed
+        Report(module=name, attempt=1, state="running").write(record.run.worker(name))
+        os.utime(record.run.worker(name), (1, 1))
+    assert read_state(record.run).phase == "lost"
+    with pytest.raises(UsageError, match=r"mpirun -n 3 .* --by-rank"):
+        Run(record).resume()
     report(record, "stopped")
     assert Run(record).wait().phase == "stopped"
     with pytest.raises(UsageError, match=r"mpirun -n 3 .* --by-rank"):
