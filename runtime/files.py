@@ -37,6 +37,15 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+@contextlib.contextmanager
+def closing(descriptor: int) -> Iterator[int]:
+    """Give an open file's descriptor, and close it afterwards."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def need_room(folder: Path, needed_bytes: int) -> None:
     """Raise ``OSError`` if a folder's disk, or the user's share of it, has less room than that."""
     probe = folder / f".room.{socket.gethostname()}.{secrets.token_hex(4)}"
@@ -59,8 +68,7 @@ def locked(folder: Path, waiting: Callable[[], None] | None = None) -> Iterator[
     If another process holds it, ``waiting`` is called, and its end awaited; None: raises
     ``BlockingIOError``. Raises ``OSError`` without locks there.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
+    with closing(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)) as descriptor:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -69,8 +77,6 @@ def locked(folder: Path, waiting: Callable[[], None] | None = None) -> Iterator[
             waiting()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def write_atomic(
@@ -123,11 +129,8 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
         return os.open(path, flags, 0o600)
     try:
         if inner:
-            above = open_folder(folder)
-            try:
+            with closing(open_folder(folder)) as above:
                 descriptor = os.open(path.name, flags | safe, 0o600, dir_fd=above)
-            finally:
-                os.close(above)
         else:
             descriptor = os.open(path, flags | safe, 0o600)
     except OSError as error:
@@ -166,11 +169,8 @@ def overwrite_json(path: Path, document: Any, size_bytes: int = 256) -> None:
     It is one write(2) of one size within one page, which readers do not see in part. On NFS, other
     hosts see it when they open the file again (nfs(5), "close-to-open").
     """
-    descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
-    try:
+    with closing(open_file(path, os.O_WRONLY | os.O_CREAT)) as descriptor:
         os.pwrite(descriptor, json.dumps(document).encode().ljust(size_bytes - 1) + b"\n", 0)
-    finally:
-        os.close(descriptor)
 
 
 def written_lately(path: Path, written: float, within_s: float) -> bool:
@@ -233,9 +233,6 @@ def peek_json(path: Path) -> dict[str, Any]:
 def append_line(path: Path, document: dict[str, Any]) -> int:
     """Append a JSON line with one write(2), so lines do not mix; return the file's new size."""
     line = json.dumps(document, separators=(",", ":")) + "\n"
-    descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    try:
+    with closing(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)) as descriptor:
         os.write(descriptor, line.encode())
         return os.lseek(descriptor, 0, os.SEEK_CUR)
-    finally:
-        os.close(descriptor)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dni_runtime.errors import CheckpointError, DamagedError, DataError, UsageError
-from dni_runtime.files import load_json, open_folder, opened
+from dni_runtime.files import closing, load_json, open_folder, opened
 from dni_runtime.run.documents.evaluations import Best
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec.named import number_of, takes_part
@@ -266,15 +266,14 @@ def forget(run: RunDir, modules: Sequence[str], unwanted: Callable[[int], bool])
 def _remove(folder: Path, names: Sequence[str]) -> int:
     """Remove files of a folder, which may have become a link meanwhile; return how many."""
     removed = 0
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        descriptor = open_folder(folder)
-        try:
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=descriptor)
-                    removed += 1
-        finally:
-            os.close(descriptor)
+    with (
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        closing(open_folder(folder)) as descriptor,
+    ):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=descriptor)
+                removed += 1
     return removed
 
 

@@ -20,7 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from dni_runtime.errors import DataError, UnavailableError
-from dni_runtime.files import is_full, write_atomic
+from dni_runtime.files import closing, is_full, write_atomic
 from dni_runtime.run.rundir import RunDir
 
 _Z85_CHARS, _KEY_BYTES = 40, 32
@@ -201,13 +201,10 @@ def _read(path: Path) -> bytes:
     Both the folder and the file are opened without following links, and checked after opening.
     """
     try:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
+        with closing(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)) as folder:
             _check(path.parent, os.fstat(folder))
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(path.name, flags, dir_fd=folder)
-        finally:
-            os.close(folder)
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):

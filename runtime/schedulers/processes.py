@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from dni_runtime.errors import UnavailableError
+from dni_runtime.files import closing
 from dni_runtime.plan.plan import WorkerPlan
 from dni_runtime.run.documents.state import ModuleState, lives, process_birth
 from dni_runtime.schedulers import child
@@ -156,12 +157,10 @@ class LocalStarter:
         self._servers: dict[tuple[str, ...], ForkServer] = {}
 
     def start(self, worker: WorkerPlan) -> Process:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         try:
-            log = os.open(worker.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            try:
+            with closing(os.open(worker.log, flags, 0o600)) as log:
                 return self._fork(worker, log) or self._execute(worker, log)
-            finally:
-                os.close(log)
         except OSError as error:
             raise UnavailableError(f"module {worker.module!r} cannot be started: {error}") from None
 

@@ -8,6 +8,7 @@ import shutil
 import stat
 from pathlib import Path, PurePosixPath
 
+from dni_runtime.files import closing
 from dni_runtime.plan.plan import RUN_TARGET, LaunchPlan
 from dni_runtime.run.rundir import RunDir, socket_folder
 
@@ -59,17 +60,14 @@ def remove_runtime_files(run: RunDir, sockets: Path) -> None:
     Others may write to the parent of the socket folder: links are not followed, and a folder that
     is not private to this user is left alone.
     """
-    with contextlib.suppress(OSError):
-        folder = os.open(sockets, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            status = os.fstat(folder)
-            if status.st_uid == os.getuid() and not status.st_mode & 0o077:
-                for name in os.listdir(folder):
-                    if stat.S_ISSOCK(os.lstat(name, dir_fd=folder).st_mode):
-                        os.unlink(name, dir_fd=folder)
-                sockets.rmdir()
-        finally:
-            os.close(folder)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    with contextlib.suppress(OSError), closing(os.open(sockets, flags)) as folder:
+        status = os.fstat(folder)
+        if status.st_uid == os.getuid() and not status.st_mode & 0o077:
+            for name in os.listdir(folder):
+                if stat.S_ISSOCK(os.lstat(name, dir_fd=folder).st_mode):
+                    os.unlink(name, dir_fd=folder)
+            sockets.rmdir()
     _forget_groups(run)
     if run.keys.exists():
         from dni_runtime.run import keys  # zmq: only if links may be encrypted

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dni_runtime.errors import UsageError
+from dni_runtime.files import closing
 from dni_runtime.run.documents.records import JobRecord
 from dni_runtime.run.documents.reports import ENDED, Report
 from dni_runtime.run.documents.state import RunState, process_birth
@@ -73,15 +74,12 @@ def remove_run(record: Record) -> None:
     """Remove the directory of a run that :func:`check_removable` has let pass; follow no links."""
     take(record.run)  # nobody starts it meanwhile
     remove_runtime_files(record.run, socket_path(record.run.root))
-    folder = os.open(record.run.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
+    with closing(os.open(record.run.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)) as folder:
         for entry in sorted(filter(_of_a_run, os.listdir(folder)), key=_order):
             if stat.S_ISDIR(os.lstat(entry, dir_fd=folder).st_mode):
                 shutil.rmtree(entry, dir_fd=folder)
             else:
                 os.unlink(entry, dir_fd=folder)
-    finally:
-        os.close(folder)
     record.run.root.rmdir()
 
 
