@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -122,6 +122,11 @@ class MemorySplit(Split):
         return str(self.x.dtype).removeprefix("torch.")
 
 
+def _of_either(name: str) -> Any:
+    """Make the property of :class:`Halves` that holds if it does of a split that is there."""
+    return property(lambda halves: any(getattr(half, name) for half in halves._there))
+
+
 @dataclass(frozen=True)
 class Halves(Split):
     """Samples and labels with different owners: of two splits, of which one may be absent here."""
@@ -130,21 +135,10 @@ class Halves(Split):
     samples: Split | None
     labels: Split | None  # likewise
 
-    @property
-    def slow(self) -> bool:  # type: ignore[override]  # of one class elsewhere
-        return any(half.slow for half in self._there)
-
-    @property
-    def draws(self) -> bool:  # type: ignore[override]  # likewise
-        return any(half.draws for half in self._there)
-
-    @property
-    def drawn(self) -> bool:  # type: ignore[override]  # likewise
-        return any(half.drawn for half in self._there)
-
-    @property
-    def ordered(self) -> bool:  # type: ignore[override]  # likewise
-        return any(half.ordered for half in self._there)
+    slow = _of_either("slow")
+    draws = _of_either("draws")
+    drawn = _of_either("drawn")
+    ordered = _of_either("ordered")
 
     @property
     def _there(self) -> list[Split]:
