@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ValidationError
-
 from dni_runtime.data.augment import find_augmentation
 from dni_runtime.data.images import PUBLISHED, find_digits, find_published
 from dni_runtime.data.npz import find_npz
@@ -22,7 +20,8 @@ from dni_runtime.data.text import TextOptions, find_text
 from dni_runtime.data.user import find_user, with_path
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import NO_LABEL, DataInfo, DataSpec, Preprocessing
-from dni_runtime.spec.load import explain_details, suggestion
+from dni_runtime.spec.choices import validated
+from dni_runtime.spec.load import suggestion
 from dni_runtime.spec.named import Frozen
 
 __all__ = [
@@ -176,10 +175,4 @@ def _options(spec: DataSpec) -> Frozen | None:
                 hint="leave out 'args'",
             )
         return None
-    try:
-        return model.model_validate(spec.args)
-    except ValidationError as error:
-        inner, message, hint = explain_details(error, model)
-        raise SpecError(
-            f"data set {spec.dataset!r}: {message}", location=("data", "args", *inner), hint=hint
-        ) from None
+    return validated(model, spec.args, ("data", "args"), f"data set {spec.dataset!r}: ")

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, fx, nn
 
 from dni_runtime.errors import SpecError
@@ -20,7 +19,7 @@ from dni_runtime.network.recording import under
 from dni_runtime.network.source import NetworkSpec, network_for
 from dni_runtime.network.trace import Trace, changed, symbol
 from dni_runtime.network.tracing import trace
-from dni_runtime.spec.load import explain_details
+from dni_runtime.spec.choices import validated
 
 BORROWED = "borrowed."
 """Before the name of a borrowed parameter in a state dict: none has it, a piece may be given it."""
@@ -118,11 +117,7 @@ class Piece(nn.Module):
         rows: int = 1,  # samples that these are spread over: of the smallest training batch
     ) -> None:
         super().__init__()
-        try:
-            spec = NetworkSpec.model_validate(network)
-        except ValidationError as error:
-            inner, message, hint = explain_details(error, NetworkSpec)
-            raise SpecError(message, location=("network", *inner), hint=hint) from None
+        spec = validated(NetworkSpec, network, ("network",))
         program, where = trace(spec), "after"
         begin, end = -1, program.train.last
         try:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from dni_runtime.core.forward import as_inputs
@@ -17,7 +16,8 @@ from dni_runtime.network.source import built_once
 from dni_runtime.plan.prepare import CheckedChain, importing_from, prepare
 from dni_runtime.resolve.describe import with_frozen
 from dni_runtime.spec import Choice, DataSpec
-from dni_runtime.spec.load import explain_details, parse_choice, parse_yaml
+from dni_runtime.spec.choices import validated
+from dni_runtime.spec.load import parse_choice, parse_yaml
 from dni_runtime.split.balance import Balance
 from dni_runtime.split.chainfile import (
     HEADER,
@@ -64,11 +64,7 @@ def split_chain(
     check_place(path, HEADER, force=force)
     base = path.parent.absolute()
     own = _settings_of_modules(settings, len(at) + 1 if at else modules, interface)
-    try:
-        data = with_defaults(DataSpec.model_validate(settings["data"]), base)
-    except ValidationError as error:
-        at_, message, hint = explain_details(error, DataSpec)
-        raise SpecError(message, location=("data", *at_), hint=hint) from None
+    data = with_defaults(validated(DataSpec, settings["data"], ("data",)), base)
     defaults = settings.get("defaults") or {}
     if (init := defaults.get("init")) and not (
         isinstance(init, Mapping) and init.get("names") == OF_NETWORK

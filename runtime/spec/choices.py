@@ -207,8 +207,15 @@ def check_keywords(
 
 def parse_options(model: type[Options], choice: Choice, location: Location) -> Options:
     """Check a choice's keywords against the pydantic model of its options."""
+    return validated(model, choice.args, (*location, choice.name))
+
+
+def validated(
+    model: type[Options], values: Mapping[str, Any], location: Location, what: str = ""
+) -> Options:
+    """Check values against a pydantic model; ``what`` they are of is told in a ``SpecError``."""
     try:
-        return model.model_validate(choice.args)
+        return model.model_validate(values)
     except ValidationError as error:
         inner, message, hint = explain_details(error, model)
-        raise SpecError(message, location=(*location, choice.name, *inner), hint=hint) from None
+        raise SpecError(what + message, location=(*location, *inner), hint=hint) from None
