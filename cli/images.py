@@ -128,7 +128,7 @@ def verify(images: tuple[Path, ...], out: Path, key: Path | None, signed: bool) 
     errors: list[DniError] = []
     for path in images or locked_images(out):
         try:
-            image = verify_image(None, path, key=key, require_signature=signed)
+            image = verify_image(path, key=key, require_signature=signed)
         except DniError as error:
             errors.append(error)
             verdict, text = {"valid": False, "error": error.message}, "BAD"
@@ -161,7 +161,7 @@ def inspect(image: Path) -> None:
     from dni_runtime.image.check import inspect_image
 
     seen = inspect_image(find_apptainer(), image)
-    if answered({"image": str(seen.image), "labels": seen.labels, "module": seen.module}):
+    if answered({"image": str(image), "labels": seen.labels, "module": seen.module}):
         return
     import yaml
 

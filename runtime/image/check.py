@@ -17,14 +17,12 @@ from dni_runtime.image.wheels import sha256_file
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    image: Path
     sha256: str  # of the file, as in the lock
     signed: bool  # a signature was checked and is valid
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    image: Path
     labels: dict[str, str]  # ours, without prefix
     module: dict[str, Any]  # the worker's spec
 
@@ -64,7 +62,6 @@ def lock_entry(image: Path) -> LockedImage:
 
 
 def verify_image(
-    tool: Apptainer | None,  # checks signatures
     image: Path,
     *,
     key: Path | None = None,  # public, in PEM form; default: the local PGP keyring
@@ -74,7 +71,7 @@ def verify_image(
     entry = lock_entry(image)
     sha256 = verify_hash(image, entry)
     if entry.signed is None and not require_signature and key is None:
-        return Verification(image, sha256, signed=False)
+        return Verification(sha256, signed=False)
     if entry.signed is None:
         raise ImageError(f"{image} is not signed", hint="sign it: dnictl build --sign")
     if entry.signed == "pem" and key is None:
@@ -82,8 +79,8 @@ def verify_image(
             f"{image} was signed with a key in PEM form",
             hint="give the public key: dnictl verify --key public.pem",
         )
-    verify_signature(tool or apptainer.find_apptainer(), image, key=key)
-    return Verification(image, sha256, signed=True)
+    verify_signature(apptainer.find_apptainer(), image, key=key)
+    return Verification(sha256, signed=True)
 
 
 def verify_hash(image: Path, entry: LockedImage) -> str:
@@ -126,4 +123,4 @@ def inspect_image(tool: Apptainer, image: Path) -> Inspection:
             f"/{MODULE_JSON} in {image} is not a module's spec: {error}",
             hint="build the chain's images with: dnictl build",
         ) from error
-    return Inspection(image, labels, module)
+    return Inspection(labels, module)

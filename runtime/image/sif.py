@@ -161,28 +161,27 @@ def edit_metadata(document: dict[str, Any], labels: Mapping[str, str], help_text
 
 def relabel(
     tool: Apptainer, image: Path, labels: Mapping[str, str], help_text: str, *, scratch: Path
-) -> bool:
+) -> None:
     """Write the module's labels and help into a copied base image, for ``inspect``, ``run-help``.
 
     Files in the layer would not do: if a SIF holds the metadata object that Apptainer writes at
-    each build, ``inspect`` and ``run-help`` read only that. Return False if the image has no such
-    object (built by an old Singularity), or not in the expected form.
+    each build, ``inspect`` and ``run-help`` read only that. An image without such an object (built
+    by an old Singularity), or not in the expected form, stays as it is.
     """
     id, text = _metadata_id(tool, image), metadata(tool, image)
     if id is None or text is None:
-        return False
+        return
     try:
         document = json.loads(text)
         edit_metadata(document, labels, help_text)
     except (ValueError, KeyError, TypeError):
-        return False
+        return
     path = scratch / METADATA
     path.write_text(json.dumps(document, indent="\t"), encoding="utf-8")
     apptainer.capture(sif_argv(tool, "del", id, str(image)), what="replacing the labels")
     add_json(tool, image, path)
     with contextlib.suppress(OSError):
         path.unlink()
-    return True
 
 
 def read_labels(tool: Apptainer, image: Path) -> dict[str, str]:

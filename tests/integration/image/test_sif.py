@@ -109,9 +109,7 @@ def test_the_spec_is_read_from_the_topmost_layer_that_has_one(tmp_path: Path) ->
         sif._LABELS: '{"io.dni-runtime.module": "a\\u001b[2J"}',
     }
     tool, image = partitions(tmp_path, base, {"opt/dni/src/x.py": ""})
-    assert check.inspect_image(tool, image) == check.Inspection(
-        image, {"module": "a?[2J"}, {"in": "base"}
-    )
+    assert check.inspect_image(tool, image) == check.Inspection({"module": "a?[2J"}, {"in": "base"})
     shutil.rmtree(tmp_path / "layer-1")
     tool, image = partitions(tmp_path, base, {"opt/dni/module.json": '{"in": "layer"}'})
     assert check.inspect_image(tool, image).module == {"in": "layer"}

@@ -247,17 +247,17 @@ def test_verification_compares_hashes(image: ImageSpec, options: BuildOptions) -
     built([module("head"), module("tail")], image, options)
     paths = check.locked_images(options.out)
     assert [p.name for p in paths] == ["head.sif", "tail.sif"]
-    assert not check.verify_image(None, paths[0]).signed
+    assert not check.verify_image(paths[0]).signed
     paths[0].write_bytes(b"HEAD")
     with pytest.raises(ImageError, match="not the image that was built"):
-        check.verify_image(None, paths[0])
+        check.verify_image(paths[0])
     with pytest.raises(ImageError, match="not signed"):
-        check.verify_image(None, paths[1], require_signature=True)
+        check.verify_image(paths[1], require_signature=True)
     (options.out / "other.sif").write_bytes(b"x")
     with pytest.raises(ImageError, match=r"is not in .*dni\.lock"):
-        check.verify_image(None, options.out / "other.sif")
+        check.verify_image(options.out / "other.sif")
     with pytest.raises(DataError, match="does not exist"):
-        check.verify_image(None, options.out / "gone.sif")
+        check.verify_image(options.out / "gone.sif")
 
 
 def test_an_image_that_fails_leaves_the_others_in_the_lock(
@@ -298,7 +298,7 @@ def test_images_without_a_lock_cannot_be_verified(tmp_path: Path) -> None:
         check.locked_images(tmp_path)
     (tmp_path / "head.sif").write_bytes(b"x")
     with pytest.raises(DataError, match=r"no dni\.lock beside"):
-        check.verify_image(None, tmp_path / "head.sif")
+        check.verify_image(tmp_path / "head.sif")
 
 
 def test_cache_folder_follows_xdg() -> None:

@@ -219,7 +219,7 @@ def test_an_image_with_another_document_than_a_spec(
 ) -> None:
     folder = tmp_path / "images"
     write_images(folder, workers, locked=workers[1:])
-    answer = Inspection(folder / "bottom.sif", {}, {"module": 3})
+    answer = Inspection({}, {"module": 3})
     monkeypatch.setattr(host, "inspect_image", lambda *_: answer)
     with pytest.raises(ImageError, match=r"module\.json in .*bottom\.sif.* is not a valid module"):
         check_images(TOOL, workers, folder)
