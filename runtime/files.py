@@ -32,6 +32,12 @@ _PIECE_BYTES = 64 << 20  # of a large file: how much is on disk shows progress
 _DOCUMENT_BYTES = 64 << 20  # of a JSON document; code in a container may write a longer one
 
 
+def xdg_folder(variable: str, default: str) -> Path:
+    """Return the user's folder for files of one kind (XDG Base Directory Specification)."""
+    root = os.environ.get(variable, "")
+    return (Path(root) if root.startswith("/") else Path.home() / default) / "dnictl"
+
+
 def is_full(error: BaseException) -> bool:
     """Whether an error says that a disk, or a user's share of it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -9,13 +9,12 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from dni_runtime.errors import BuildError, DataError, ImageError, SpecError, UnavailableError
-from dni_runtime.files import locked
+from dni_runtime.files import locked, xdg_folder
 from dni_runtime.image import apptainer, wheels
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.definition import render_base
@@ -69,10 +68,9 @@ class BasePlan:
         return self.image is not None and _recorded(self.image) is not None
 
 
-def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the folder of wheels and base images: ``$XDG_CACHE_HOME/dnictl`` (XDG base dirs)."""
-    root = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
-    return (Path(root) if root.startswith("/") else Path.home() / ".cache") / "dnictl"
+def cache_folder() -> Path:
+    """Return the folder of wheels and base images."""
+    return xdg_folder("XDG_CACHE_HOME", ".cache")
 
 
 def plan_base(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
+
+from dni_runtime.files import xdg_folder
 
 _NAME = re.compile(r"([a-z0-9]+(?:[._-]+[a-z0-9]+)*):([A-Za-z0-9_][A-Za-z0-9._-]{0,127})", re.ASCII)
 
@@ -16,11 +16,9 @@ def parse_name(text: str) -> tuple[str, str] | None:
     return None if match is None else (match[1], match[2])
 
 
-def store_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the folder of releases: ``$XDG_DATA_HOME/dnictl/releases`` (XDG base directories)."""
-    root = (os.environ if environ is None else environ).get("XDG_DATA_HOME", "")
-    data = Path(root) if root.startswith("/") else Path.home() / ".local/share"
-    return data / "dnictl" / "releases"
+def store_folder() -> Path:
+    """Return the folder of releases."""
+    return xdg_folder("XDG_DATA_HOME", ".local/share") / "releases"
 
 
 def unpacked(name: str, version: str) -> Path:

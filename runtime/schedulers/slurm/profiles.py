@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -10,15 +9,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dni_runtime.errors import SpecError, UsageError, unreadable
+from dni_runtime.files import xdg_folder
 from dni_runtime.spec.load import explain_details, explained, parse_yaml, suggestion
 from dni_runtime.spec.profile import ProfileSpec
 
 
-def profile_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the folder of the user's profiles (XDG Base Directory Specification)."""
-    environ = os.environ if environ is None else environ
-    base = environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(base).expanduser() / "dnictl" / "profiles"
+def profile_folder() -> Path:
+    """Return the folder of the user's profiles."""
+    return xdg_folder("XDG_CONFIG_HOME", ".config") / "profiles"
 
 
 def profile_files() -> dict[str, Path]:

@@ -301,7 +301,10 @@ def test_images_without_a_lock_cannot_be_verified(tmp_path: Path) -> None:
         check.verify_image(tmp_path / "head.sif")
 
 
-def test_cache_folder_follows_xdg() -> None:
-    assert base.cache_folder({"XDG_CACHE_HOME": "/scratch/me"}) == Path("/scratch/me/dnictl")
-    assert base.cache_folder({"XDG_CACHE_HOME": "relative"}) == Path.home() / ".cache/dnictl"
-    assert base.cache_folder({}) == Path.home() / ".cache/dnictl"
+def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/scratch/me")
+    assert base.cache_folder() == Path("/scratch/me/dnictl")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert base.cache_folder() == Path.home() / ".cache/dnictl"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert base.cache_folder() == Path.home() / ".cache/dnictl"

@@ -46,6 +46,8 @@ def test_a_name_is_no_path(text: str) -> None:
         parse_local(text)
 
 
-def test_releases_lie_in_the_users_data() -> None:
-    assert store_folder({"XDG_DATA_HOME": "/data"}) == Path("/data/dnictl/releases")
-    assert store_folder({"XDG_DATA_HOME": "data"}) == Path.home() / ".local/share/dnictl/releases"
+def test_releases_lie_in_the_users_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    assert store_folder() == Path("/data/dnictl/releases")
+    monkeypatch.setenv("XDG_DATA_HOME", "data")
+    assert store_folder() == Path.home() / ".local/share/dnictl/releases"
