@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from dni_runtime.data.splits import Batch, Half, Split
+from dni_runtime.data.splits import Batch, Half, Split, dtype_name, sample_of
 from dni_runtime.errors import DataError
 from dni_runtime.packing import no_labels, pack
-from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
+from dni_runtime.spec import DataInfo, DataSpec
 from dni_runtime.wire import INPUTS_LIMIT
 
 LABELS = ("label", "labels")
@@ -205,10 +205,6 @@ class UserSplit(Split):
                     )
 
 
-def sample_of(batch: Tensor) -> TensorSpec:
-    return TensorSpec(shape=tuple(batch.shape[1:]), dtype=_dtype_name(batch))
-
-
 def _numbers_in(row: Any) -> Any:
     """Return a row in which dicts have their numbers alone, each value as one tensor.
 
@@ -242,9 +238,5 @@ def _kind(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, Tensor):
-        return f"a tensor of {_dtype_name(value)}"
+        return f"a tensor of {dtype_name(value)}"
     return f"a {type(value).__name__}"
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

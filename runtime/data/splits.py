@@ -98,18 +98,18 @@ class MemorySplit(Split):
         if self.std is None:
             return None
         return Preprocessing(
-            raw=TensorSpec(shape=tuple(self.x.shape[1:]), dtype=self._dtype),
+            raw=sample_of(self.x),
             mean=(0.0,) if self.mean is None else tuple(self.mean.flatten().tolist()),
             std=tuple(self.std.flatten().tolist()),
         )
 
     def normalized(self, how: Preprocessing) -> Split:
         """Return its samples as made of raw ones in another way."""
-        raw, shape = how.raw, self.x.shape[1:]
+        raw, shape, dtype = how.raw, self.x.shape[1:], dtype_name(self.x)
         fits = not how.places or (len(shape), shape[0]) == (len(raw.shape), raw.shape[0])
-        if self._dtype != raw.dtype or not fits:
+        if dtype != raw.dtype or not fits:
             raise DataError(
-                f"the samples are {self._dtype}{list(shape)}, and those of the training were "
+                f"the samples are {dtype}{list(shape)}, and those of the training were "
                 f"{raw.dtype}{list(raw.shape)}",
                 hint="give it raw samples like those, or samples that are prepared as the network "
                 "expects them, with 'normalize: false'",
@@ -117,9 +117,13 @@ class MemorySplit(Split):
         mean, std = (torch.tensor(one).reshape(how.places) for one in (how.mean, how.std))
         return replace(self, mean=mean, std=std)
 
-    @property
-    def _dtype(self) -> str:
-        return str(self.x.dtype).removeprefix("torch.")
+
+def sample_of(batch: Tensor) -> TensorSpec:
+    return TensorSpec(shape=tuple(batch.shape[1:]), dtype=dtype_name(batch))
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _of_either(name: str) -> Any:

@@ -22,9 +22,9 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from dni_runtime.data.augment import seeded
 from dni_runtime.data.imports import import_target, make
-from dni_runtime.data.rows import UserSplit, sample_of
+from dni_runtime.data.rows import UserSplit
 from dni_runtime.data.source import Found, resolve
-from dni_runtime.data.splits import Half, Split
+from dni_runtime.data.splits import Half, Split, sample_of
 from dni_runtime.errors import DataError, DniError, SpecError
 from dni_runtime.packing import row_of
 from dni_runtime.spec import DataInfo, DataSpec

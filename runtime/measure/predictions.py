@@ -20,7 +20,7 @@ from dni_runtime.core.evaluation import EvaluationSums
 from dni_runtime.core.forward import Inputs, as_inputs
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.metrics import check_metrics
-from dni_runtime.data.rows import sample_of
+from dni_runtime.data.splits import sample_of
 from dni_runtime.errors import DataError, UsageError
 from dni_runtime.files import write_atomic
 from dni_runtime.network.source import first_line, write_tensor

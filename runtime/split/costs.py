@@ -60,7 +60,7 @@ class Costs:
     @cached_property
     def traffic(self) -> list[float]:
         """Bytes that pass a cut after each segment, with a batch and its gradient."""
-        return [2.0 * self.samples * _bytes(cut.values) if cut else 0.0 for cut in self._ends]
+        return [2.0 * self.samples * bytes_of(cut.values) if cut else 0.0 for cut in self._ends]
 
     @property
     def _ends(self) -> list[Cut | None]:
@@ -266,5 +266,5 @@ def _fastest(call: Callable[[], object]) -> float:
     return min(times[1:])
 
 
-def _bytes(values: Sequence[TensorSpec]) -> int:
+def bytes_of(values: Sequence[TensorSpec]) -> int:
     return sum(prod(value.shape) * getattr(torch, value.dtype).itemsize for value in values)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.interfaces import Boundary, default_interface
@@ -20,7 +19,7 @@ from dni_runtime.packing import row_of
 from dni_runtime.resolve.resolve import DEFAULT_OPTIMIZER
 from dni_runtime.spec import Choice, DataInfo, TensorSpec
 from dni_runtime.split.balance import Balance, best_cuts
-from dni_runtime.split.costs import Costs, interface_seconds
+from dni_runtime.split.costs import Costs, bytes_of, interface_seconds
 from dni_runtime.split.part import NetworkPart
 from dni_runtime.split.verify import check_parts
 
@@ -221,7 +220,7 @@ class Plan:
                     seconds=costs.seconds(i, j),
                     interface_s=self._interface_seconds(number, i, j),
                     memory=costs.memory(i, j),
-                    sends=0 if last else _bytes(outputs, costs.samples),
+                    sends=0 if last else costs.samples * bytes_of(outputs),
                     interface=None if last else choice,
                     because=why,
                     samples=costs.samples,
@@ -252,9 +251,3 @@ class Plan:
 
     def _name(self, number: int) -> str:
         return self.request.names[number] if self.request.names else f"part-{number + 1}"
-
-
-def _bytes(outputs: Sequence[TensorSpec], samples: int) -> int:
-    row = row_of(outputs)
-    size: int = getattr(torch, row.dtype).itemsize
-    return samples * size * torch.Size(row.shape).numel()
