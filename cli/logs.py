@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import UsageError
-from dni_runtime.run.lines import LineReader, NewLines, offset_of_last
+from dni_runtime.run.lines import LineReader, offset_of_last
 from dnictl import options
 from dnictl.terminal import json_text, json_wanted, printable, tell
 
@@ -48,12 +48,14 @@ class Follower:
         self.path = path
         self._module = module
         self._attempt = attempt
-        self._lines = NewLines(path, offset=0 if tail is None else offset_of_last(path, tail))
+        self._lines = LineReader(
+            path, bytes, offset=0 if tail is None else offset_of_last(path, tail)
+        )
         self._stamp: str | None = None
 
     def new(self, *, all_of_it: bool = False) -> Iterator[LogLine]:
         """Yield added lines; with ``all_of_it`` also an unfinished last one."""
-        for line in self._lines.read(all_of_it=all_of_it):
+        for line in self._lines.new(all_of_it=all_of_it):
             text = line.decode(errors="replace")
             match = _STAMP.match(text)
             self._stamp = match[0] if match else self._stamp

@@ -25,22 +25,28 @@ _MOST_BYTES = 256 << 20
 """Of a longer file only the end is read: code in a container may make one of any length."""
 
 
-class NewLines:
-    """The lines that are added to a file, each once and complete.
+class LineReader(Generic[Parsed]):
+    """The lines that are added to a file, each once and complete; damaged ones are skipped.
 
     If the file is replaced or emptied, it is read from its beginning. It may not exist yet; a line
     must begin at ``offset``, in bytes.
     """
 
-    def __init__(self, path: Path, *, offset: int = 0) -> None:
+    def __init__(self, path: Path, parse: Parse[Parsed], *, offset: int = 0) -> None:
         self._path = path
+        self._parse = parse
         self._offset = offset
         self._rest = b""
         self._read: deque[bytes] = deque()
         self._inode: int | None = None
 
-    def read(self, *, all_of_it: bool = False) -> Iterator[bytes]:
-        """Yield the lines added since the last call; ``all_of_it``: also an unfinished one."""
+    def new(self, *, all_of_it: bool = False) -> Iterator[Parsed]:
+        """Yield what was added since the last call; ``all_of_it``: also an unfinished line."""
+        for line in self._lines(all_of_it):
+            if (parsed := self._parse(line)) is not None:
+                yield parsed
+
+    def _lines(self, all_of_it: bool) -> Iterator[bytes]:
         try:
             with opened(self._path) as file:
                 yield from self._read_from(file)
@@ -72,20 +78,6 @@ class NewLines:
                     self._rest = b""
             while self._read:
                 yield self._read.popleft()
-
-
-class LineReader(Generic[Parsed]):
-    """What is added to a file of lines, each line once; damaged lines are skipped."""
-
-    def __init__(self, path: Path, parse: Parse[Parsed], *, offset: int = 0) -> None:
-        self._lines = NewLines(path, offset=offset)
-        self._parse = parse
-
-    def new(self) -> Iterator[Parsed]:
-        """Yield what was added since the last call."""
-        for line in self._lines.read():
-            if (parsed := self._parse(line)) is not None:
-                yield parsed
 
 
 def offset_of_last(path: Path, count: int, mark: bytes = b"\n") -> int:

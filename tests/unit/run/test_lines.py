@@ -12,7 +12,7 @@ import pytest
 
 from dni_runtime.files import append_line, write_atomic
 from dni_runtime.run import lines
-from dni_runtime.run.lines import LineReader, NewLines, offset_of_last
+from dni_runtime.run.lines import LineReader, offset_of_last
 
 
 @pytest.fixture
@@ -64,10 +64,10 @@ def test_lines_that_nobody_took_come_later(path: Path, block: int) -> None:
 def test_a_file_that_was_emptied_is_read_from_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"one\ntwo\nunfini")
-    reader = NewLines(path)
-    assert list(reader.read()) == [b"one", b"two"]
+    reader = LineReader(path, bytes)
+    assert list(reader.new()) == [b"one", b"two"]
     path.write_bytes(b"new\n")
-    assert list(reader.read(all_of_it=True)) == [b"new"]
+    assert list(reader.new(all_of_it=True)) == [b"new"]
 
 
 def test_a_file_that_was_replaced_is_read_from_its_beginning(path: Path) -> None:
@@ -93,9 +93,9 @@ def test_the_last_few(path: Path, block: int, count: int) -> None:
 def test_reading_does_not_hold_the_file(path: Path) -> None:
     """A thousand logs are followed at once."""
     before = len(os.listdir("/proc/self/fd"))
-    readers = [NewLines(path) for _ in range(10)]
+    readers = [LineReader(path, bytes) for _ in range(10)]
     for reader in readers:
-        assert len(list(reader.read())) == 300
+        assert len(list(reader.new())) == 300
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -118,7 +118,7 @@ def test_a_file_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, e
         file.truncate(1 << 40)
         file.seek(0, os.SEEK_END)
         file.write(end + b'{"n":1}\n')
-    read = list(NewLines(path).read())
+    read = list(LineReader(path, bytes).new())
     assert len(read) < 10
     assert max(map(len, read)) <= 3 << 20
     assert read[-1].endswith(b'{"n":1}')

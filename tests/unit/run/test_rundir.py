@@ -21,7 +21,7 @@ from dni_runtime.files import (
 )
 from dni_runtime.run.cuts import read_document
 from dni_runtime.run.documents.reports import Control
-from dni_runtime.run.lines import NewLines, offset_of_last
+from dni_runtime.run.lines import LineReader, offset_of_last
 from dni_runtime.run.rundir import RunDir
 from tests.lines import read_lines
 
@@ -136,7 +136,7 @@ def test_what_a_container_has_planted_is_not_followed(planted: RunDir, tmp_path:
     places = [planted.ledger("m"), planted.worker("m"), planted.group("m") / "m.json"]
     for path in (*places, planted.checkpoint(7, "m").with_suffix(".json")):
         assert read_json(path) is None
-        assert list(NewLines(path).read(all_of_it=True)) == []
+        assert list(LineReader(path, bytes).new(all_of_it=True)) == []
         assert offset_of_last(path, 3) == 0
         for change in (append_line, overwrite_json):
             with pytest.raises(FileNotFoundError, match="is a link, or no plain file"):
