@@ -96,15 +96,8 @@ class EdgeSpec(Frozen):
     @property
     def links(self) -> tuple[EdgeSpec, ...]:
         """The links between workers that it consists of."""
-        return tuple(
-            self.model_copy(
-                update={
-                    **lane.model_dump(include={"source", "target", "number", "route"}),
-                    "lanes": (),
-                }
-            )
-            for lane in self.lanes
-        ) or (self,)
+        lanes = (self.model_copy(update={**dict(lane), "lanes": ()}) for lane in self.lanes)
+        return tuple(lanes) or (self,)
 
     def with_lanes(self, lanes: Iterable[LaneSpec] = ()) -> Self:
         """Return the same link, of these lanes."""
