@@ -115,6 +115,32 @@ def write_atomic(
         raise
 
 
+def create(path: Path, write: Callable[[Path], None], *, in_steps: bool = False) -> bool:
+    """Create a file, which ``write`` writes, atomically; return False if it exists.
+
+    Raises ``OSError`` on a file system without hard links; with ``in_steps`` the file is there
+    before its content is.
+    """
+    mine = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}")
+    write(mine)
+    try:
+        os.link(mine, path)
+    except FileExistsError:
+        # if NFS lost the answer, it repeats the call, which then fails: count the links
+        return mine.stat().st_nlink == 2
+    except OSError:
+        if not in_steps:
+            raise
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return False
+        write(path)
+    finally:
+        mine.unlink(missing_ok=True)
+    return True
+
+
 def open_folder(folder: Path) -> int:
     """Open a folder of a run; one that workers have made must not be a link (``OSError``)."""
     follow = 0 if not _INNER.fullmatch(folder.name) else os.O_NOFOLLOW

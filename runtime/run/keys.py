@@ -20,7 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from dni_runtime.errors import DataError, UnavailableError
-from dni_runtime.files import closing, is_full, write_atomic
+from dni_runtime.files import closing, create, is_full, write_atomic
 from dni_runtime.run.rundir import RunDir
 
 _Z85_CHARS, _KEY_BYTES = 40, 32
@@ -124,7 +124,7 @@ def make(run: RunDir, module: str) -> bool:
     path = run.key(module)
     try:
         run.keys.mkdir(mode=0o700, exist_ok=True)
-        made = not path.is_symlink() and not path.exists() and _create(path)
+        made = not path.is_symlink() and not path.exists() and create(path, _write_pair)
         pair = load(run, module)
         if public(run, module) != pair.public:
             write_atomic(run.public_key(module), pair.public + b"\n")
@@ -138,18 +138,9 @@ def make(run: RunDir, module: str) -> bool:
     return made
 
 
-def _create(path: Path) -> bool:
-    """Write a new pair atomically; never replace an existing one."""
+def _write_pair(path: Path) -> None:
     pair = KeyPair.new()
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
-    try:
-        write_atomic(temporary, pair.public + b"\n" + pair.secret + b"\n")
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink(missing_ok=True)
-    return True
+    write_atomic(path, pair.public + b"\n" + pair.secret + b"\n")
 
 
 def load(run: RunDir, module: str) -> KeyPair:

@@ -18,11 +18,10 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Self
 
 from dni_runtime.errors import DataError, UsageError, WorkerError
-from dni_runtime.files import overwrite_json, peek_json, write_atomic
+from dni_runtime.files import create, overwrite_json, peek_json
 from dni_runtime.run.documents.base import Document
 from dni_runtime.run.documents.state import machine, process_birth
 from dni_runtime.run.rundir import RunDir
@@ -34,7 +33,7 @@ TOKEN_VARIABLE = "DNI_LEASE"
 """Environment variable that hands the lease to a supervisor in the background."""
 
 _LOOK_S = 1.0
-_WRITTEN_S = 1.0  # until a file has its content that cannot be linked (_create)
+_WRITTEN_S = 1.0  # until a file has its content without hard links (``create``)
 
 
 class LeaseError(WorkerError):
@@ -104,14 +103,14 @@ class Lease:
         me = Owner.me(job)
         handed = os.environ.pop(TOKEN_VARIABLE, None)
         run.leases.mkdir(mode=0o700, exist_ok=True)
-        while not _create(run.owner, me):
+        while not create(run.owner, me.write, in_steps=True):
             current = _current(run)
             if current.token != handed and cls._gone(run, current, me, told, clock, sleep) is False:
                 raise UsageError(
                     f"the run {run.root.name!r} belongs to {current}",
                     hint=f"check it with 'dnictl status {run.root.name}', or stop it",
                 )
-            if _create(run.taken(current.token), me):
+            if create(run.taken(current.token), me.write, in_steps=True):
                 me.write(run.owner)
                 break
         return cls(run, me)
@@ -163,7 +162,7 @@ class Lease:
         """Release the run, unless another process has taken it over."""
         nobody = Owner(token=secrets.token_hex(8))
         with contextlib.suppress(OSError):
-            if _create(self._run.taken(self.owner.token), nobody):
+            if create(self._run.taken(self.owner.token), nobody.write, in_steps=True):
                 nobody.write(self._run.owner)
             self._run.beats(self.owner.token).unlink(missing_ok=True)
 
@@ -187,23 +186,3 @@ def _current(run: RunDir) -> Owner:
             )
         time.sleep(_WRITTEN_S / 20)
     return owner
-
-
-def _create(path: Path, owner: Owner) -> bool:
-    """Create a file with its content atomically; return False if it exists."""
-    mine = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}")
-    owner.write(mine)
-    try:
-        os.link(mine, path)
-    except FileExistsError:
-        # if NFS lost the answer, it repeats the call, which then fails: count the links
-        return mine.stat().st_nlink == 2
-    except OSError:  # a file system without links: create and write in two steps
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        except FileExistsError:
-            return False
-        write_atomic(path, mine.read_bytes())
-    finally:
-        mine.unlink(missing_ok=True)
-    return True
