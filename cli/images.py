@@ -17,10 +17,8 @@ from dnictl.terminal import answered, json_wanted, tell
 
 if TYPE_CHECKING:
     from dni_runtime.image.build import BuildResult
-    from dni_runtime.image.layers import ModuleBuild
     from dni_runtime.image.plan import BuildPlan
     from dni_runtime.image.progress import Reporter, Step
-    from dni_runtime.plan.prepare import CheckedChain
 
 
 @click.command()
@@ -71,12 +69,13 @@ def build(
     from dni_runtime.image.apptainer import find_apptainer
     from dni_runtime.image.base import BuildOptions, cache_folder
     from dni_runtime.image.build import build_images
+    from dni_runtime.image.layers import ModuleBuild
     from dni_runtime.image.plan import plan_build
     from dni_runtime.plan.prepare import prepare
     from dni_runtime.spec.load import naming_file
 
     prepared = prepare(chain, data=data, tries=False)
-    modules = _module_builds(prepared)
+    modules = [ModuleBuild(worker, prepared.sources) for worker in prepared.workers]
     image = prepared.chain.image_to_build
     how = BuildOptions(
         out=out.absolute(),
@@ -169,25 +168,6 @@ def inspect(image: Path) -> None:
     for name, value in sorted(seen.labels.items()):
         click.echo(f"{name:{width}}  {value}")
     click.echo("\n" + yaml.safe_dump(seen.module, sort_keys=False, allow_unicode=True), nl=False)
-
-
-def _module_builds(prepared: CheckedChain) -> list[ModuleBuild]:
-    from dni_runtime import __version__
-    from dni_runtime.image.layers import ModuleBuild
-    from dni_runtime.wire import PROTOCOL_VERSION
-
-    return [
-        ModuleBuild(
-            name=worker.module,
-            chain=worker.chain,
-            module_json=worker.to_json(),
-            module_hash=worker.hash,
-            sources=prepared.sources,
-            runtime_version=__version__,
-            wire_protocol=str(PROTOCOL_VERSION),
-        )
-        for worker in prepared.workers
-    ]
 
 
 def _show_plan(plan: BuildPlan, out: Path) -> None:

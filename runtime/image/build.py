@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from dni_runtime import __version__
 from dni_runtime.errors import BuildError, DataError, UnavailableError
 from dni_runtime.files import is_full
 from dni_runtime.image import apptainer, layers, sif
@@ -86,9 +87,9 @@ def _build(
         plan = plan_modules(modules, base, old, options)
 
     lock = ImageLock(
-        chain=modules[0].chain,
+        chain=modules[0].worker.chain,
         builder=str(tool),
-        runtime_version=modules[0].runtime_version,
+        runtime_version=__version__,
         base=locked_base,
         modules={p.module.name: p.locked for p in plan if p.locked and not p.reason},
     )
@@ -164,7 +165,7 @@ def _make(
         sha256=sha256,
         size_bytes=size_bytes,
         content=plan.content,
-        module_hash=plan.module.module_hash,
+        module_hash=plan.module.hash,
         method=options.method,
         definition_sha256=(
             hashlib.sha256(plan.definition.encode()).hexdigest() if plan.definition else None

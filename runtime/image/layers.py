@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path, PurePosixPath
 
+from dni_runtime import __version__
 from dni_runtime.errors import SpecError, UnavailableError
 from dni_runtime.image import apptainer
 from dni_runtime.image.definition import LABEL_PREFIX
+from dni_runtime.spec import WorkerSpec
+from dni_runtime.wire import PROTOCOL_VERSION
 
 ROOT = "opt/dni"
 MODULE_JSON = f"{ROOT}/module.json"
@@ -35,25 +38,30 @@ These and what they import are in it, and a change elsewhere rebuilds no image.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModuleBuild:
-    name: str  # the image is NAME.sif
-    chain: str
-    module_json: str  # the worker's spec
-    module_hash: str  # changes if and only if the image must
+    worker: WorkerSpec
     sources: Mapping[str, Path]  # path below /opt/dni/src -> file
-    runtime_version: str
-    wire_protocol: str
+
+    @property
+    def name(self) -> str:
+        """The image is NAME.sif."""
+        return self.worker.module
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """It changes if and only if the image must."""
+        return self.worker.hash
 
     @property
     def labels(self) -> dict[str, str]:
         """The image's labels, without prefix."""
         return {
-            "chain": self.chain,
+            "chain": self.worker.chain,
             "module": self.name,
-            "module-hash": self.module_hash,
-            "runtime-version": self.runtime_version,
-            "wire-protocol": self.wire_protocol,
+            "module-hash": self.hash,
+            "runtime-version": __version__,
+            "wire-protocol": str(PROTOCOL_VERSION),
         }
 
     @property
@@ -61,7 +69,7 @@ class ModuleBuild:
         """The text that ``apptainer run-help`` prints: how to use the image by hand."""
         image = f"{self.name}.sif"
         return f"""\
-Module {self.name!r} of the DNI chain {self.chain!r}, served by dni-runtime {self.runtime_version}.
+Module {self.name!r} of the DNI chain {self.worker.chain!r}, served by dni-runtime {__version__}.
 
 apptainer run {image} --help       the worker's arguments
 apptainer test {image}             build the module, one forward and one backward pass
@@ -109,7 +117,7 @@ def _imports(source: str) -> Iterator[str]:
 
 def layer_files(module: ModuleBuild, runtime: Mapping[str, Path]) -> dict[str, bytes]:
     """Return all files of a module's layer, by path without the leading slash."""
-    files = {MODULE_JSON: module.module_json.encode()}
+    files = {MODULE_JSON: module.worker.to_json().encode()}
     for inner, source in module.sources.items():
         path = PurePosixPath(inner)
         if path.is_absolute() or ".." in path.parts:

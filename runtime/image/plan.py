@@ -76,7 +76,7 @@ def plan_modules(
                 _FORMAT,
                 base.content,
                 options.method,
-                layers.layer_digest(files, module.module_hash),
+                layers.layer_digest(files, module.hash),
                 module.labels,
                 definition,
             ]

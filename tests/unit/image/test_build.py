@@ -8,6 +8,8 @@ import resource
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -49,7 +51,8 @@ def options(tmp_path: Path, image: ImageSpec, monkeypatch: pytest.MonkeyPatch) -
 
 
 def module(name: str, hash_: str = "a") -> ModuleBuild:
-    return ModuleBuild(name, "c", "{}", hash_ * 64, {}, "0.1.0", "1")
+    worker: Any = SimpleNamespace(module=name, chain="c", hash=hash_ * 64, to_json=lambda: "{}")
+    return ModuleBuild(worker, {})
 
 
 def reasons(
@@ -71,7 +74,7 @@ def built(modules: list[ModuleBuild], image: ImageSpec, options: BuildOptions) -
             sha256=hashlib.sha256(content).hexdigest(),
             size_bytes=len(content),
             content=entry.content,
-            module_hash=entry.module.module_hash,
+            module_hash=entry.module.hash,
             method=options.method,
         )
     assert planned.base.content is not None

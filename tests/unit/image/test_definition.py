@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -104,7 +106,8 @@ def test_requirements_and_source_cannot_leave_their_place() -> None:
 
 
 def test_module_definition() -> None:
-    module = ModuleBuild("head", "fashion", "{}", "0" * 64, {}, "0.1.0", "3")
+    worker: Any = SimpleNamespace(module="head", chain="fashion")
+    module = ModuleBuild(worker, {})
     text = render_module({"module": "head", "chain": "fashion"}, module.help)
     assert text.splitlines()[:2] == ["Bootstrap: localimage", "From: base.sif"]
     assert sections(text) == ["files", "labels", "help"]

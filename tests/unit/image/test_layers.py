@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,15 +22,10 @@ WORKER = {layer for layers in LEVELS[: LEVELS.index({"worker"}) + 1] for layer i
 def module(tmp_path: Path) -> ModuleBuild:
     source = tmp_path / "mine.py"
     source.write_text("class Mine: pass\n")
-    return ModuleBuild(
-        name="head",
-        chain="c",
-        module_json='{"module": "head"}\n',
-        module_hash="a" * 64,
-        sources={"pkg/mine.py": source},
-        runtime_version="0.1.0",
-        wire_protocol="1",
+    worker: Any = SimpleNamespace(
+        module="head", chain="c", hash="a" * 64, to_json=lambda: '{"module": "head"}\n'
     )
+    return ModuleBuild(worker, {"pkg/mine.py": source})
 
 
 def test_files(module: ModuleBuild, tmp_path: Path) -> None:
