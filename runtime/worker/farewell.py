@@ -1,21 +1,13 @@
-"""The end of a worker: when it stops, and what its neighbours may still need of it then."""
+"""The end of a worker: when it stops."""
 
 from __future__ import annotations
 
 import logging
-import time
-from dataclasses import dataclass
 
-from dni_runtime.link import Marker
 from dni_runtime.wire import Mark
-from dni_runtime.worker.checkpoint import CheckpointWriter
-from dni_runtime.worker.exchange import Exchange
-from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.join import Join
-from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import MetricsWriter
-from dni_runtime.worker.neighbours import Neighbours
 from dni_runtime.worker.signals import StopRequest
 
 log = logging.getLogger(__name__)
@@ -87,64 +79,3 @@ class Shutdown:
 
 POLL_MS = 500
 """Longest sleep of a worker: metrics and the state file are refreshed in between."""
-
-FLUSH_SLICE_S = 0.5
-"""Seconds between checks of the neighbours while waiting for downstream's acknowledgements."""
-
-FAREWELL_S = 5.0
-"""Longest wait until the module upstream has received the last acknowledgement."""
-
-
-@dataclass(frozen=True)
-class Farewell:
-    """Ends a worker's links as soon as its neighbours need nothing more of it."""
-
-    metrics: MetricsWriter
-    stop: StopRequest
-    checkpoints: CheckpointWriter
-    ledger: Ledger
-    input: Join | None
-    output: Fanout | None
-    exchange: Exchange | None
-    neighbours: Neighbours | None  # None: neighbours never restart
-
-    def part(self, last: Marker | None, *, over: bool) -> None:
-        """Flush the links downstream, then acknowledge the end of the stream.
-
-        That comes last: until then modules upstream keep running, and can resend to a module that
-        is restarted meanwhile. ``last`` is the marker at which the module ends; None: it ends
-        before one. ``over``: nothing is left for it to do in this run.
-        """
-        left_s = max(self.metrics.spec.stop_grace_s - self.stop.age_s, 0.1)
-        self.metrics.now("window")
-        if self.output is not None:
-            self._flush(self.output, left_s, over=over)
-        if self.exchange is not None:
-            self.exchange.finish(min(left_s, FAREWELL_S))
-        self.metrics.now("checkpoint")
-        if last is not None:
-            self.checkpoints.flush()
-            self.ledger.processed(last.id)
-            if self.input is not None:
-                self.input.ack(last.id)
-                self.input.finish(min(left_s, FAREWELL_S))
-
-    def _flush(self, output: Fanout, left_s: float, *, over: bool) -> None:
-        """Wait until downstream has acknowledged all; at the run's end, also for its restart."""
-        end_s, left = time.monotonic() + left_s, list(output.links)
-        slice_s = min(FLUSH_SLICE_S, left_s) / max(len(left), 1)
-        while left := [link for link in left if not link.finish(slice_s)]:  # each gets its turn
-            self.metrics.report.check()
-            if self.exchange is not None:
-                self.exchange.greet()  # downstream may wait for a replica that still starts
-            if self.neighbours is not None:
-                for link in left:
-                    self.neighbours.look(link)
-                gone = [link.target for link in left if link.lost]
-                if over and not self.stop() and all(map(self.neighbours.remains, gone)):
-                    continue
-            if time.monotonic() >= end_s:
-                log.warning(
-                    "not everything was acknowledged by %s", ", ".join(link.target for link in left)
-                )
-                return

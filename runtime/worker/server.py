@@ -28,7 +28,7 @@ from dni_runtime.worker.divergence import DATA, Divergence
 from dni_runtime.worker.evaluations import GATHER_MS, Evaluations
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.fanout import Fanout
-from dni_runtime.worker.farewell import POLL_MS, Farewell, Shutdown
+from dni_runtime.worker.farewell import POLL_MS, Shutdown
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.idle import Idle
 from dni_runtime.worker.join import Join
@@ -45,6 +45,12 @@ log = logging.getLogger(__name__)
 
 END_EARLY = "end"
 """The tail's request to the head to end training early."""
+
+FLUSH_SLICE_S = 0.5
+"""Seconds between checks of the neighbours while waiting for downstream's acknowledgements."""
+
+FAREWELL_S = 5.0
+"""Longest wait until the module upstream has received the last acknowledgement."""
 
 
 class Stage(Enum):
@@ -97,6 +103,7 @@ class ModuleServer:
     ) -> None:
         self._step = step
         self._metrics = metrics
+        self._checkpoints = checkpoints
         self._stop = stop
         self._copies = Copies(step.device)
         self._answers: deque[tuple[int, int, HostCopy]] = deque()
@@ -114,9 +121,6 @@ class ModuleServer:
             step, checkpoints, cut=start.cut, progress=ledger.progress, head=self._head
         )
         self._shutdown = Shutdown(stop, metrics, head=self._head, input=input)
-        self._farewell = Farewell(
-            metrics, stop, checkpoints, ledger, input, output, exchange, neighbours
-        )
         self._divergence = Divergence(step, metrics, self._copies)
         self._evaluations = Evaluations(step, metrics, ledger, start)
         self._stage = Stage.TAKING
@@ -149,8 +153,49 @@ class ModuleServer:
                 self._sleep()
         self._write_metrics()
         self._metrics.flush(wait=True)
-        self._farewell.part(self._marker, over=self._stage is Stage.FINISHED)
+        self._end_links()
         return self._stage
+
+    def _end_links(self) -> None:
+        """Flush the links downstream, then acknowledge the end of the stream.
+
+        That comes last: until then modules upstream keep running, and can resend to a module that
+        is restarted meanwhile. There is no marker if the module ends before one.
+        """
+        left_s = max(self._metrics.spec.stop_grace_s - self._stop.age_s, 0.1)
+        self._metrics.now("window")
+        if self._output is not None:
+            self._flush(self._output, left_s)
+        if self._exchange is not None:
+            self._exchange.finish(min(left_s, FAREWELL_S))
+        self._metrics.now("checkpoint")
+        if self._marker is not None:
+            self._checkpoints.flush()
+            self._ledger.processed(self._marker.id)
+            if self._input is not None:
+                self._input.ack(self._marker.id)
+                self._input.finish(min(left_s, FAREWELL_S))
+
+    def _flush(self, output: Fanout, left_s: float) -> None:
+        """Wait until downstream has acknowledged all; at the run's end, also for its restart."""
+        end_s, left = time.monotonic() + left_s, list(output.links)
+        slice_s = min(FLUSH_SLICE_S, left_s) / max(len(left), 1)
+        while left := [link for link in left if not link.finish(slice_s)]:  # each gets its turn
+            self._metrics.report.check()
+            if self._exchange is not None:
+                self._exchange.greet()  # downstream may wait for a replica that still starts
+            if self._neighbours is not None:
+                for link in left:
+                    self._neighbours.look(link)
+                gone = [link.target for link in left if link.lost]
+                over = self._stage is Stage.FINISHED and not self._stop()
+                if over and all(map(self._neighbours.remains, gone)):
+                    continue
+            if time.monotonic() >= end_s:
+                log.warning(
+                    "not everything was acknowledged by %s", ", ".join(link.target for link in left)
+                )
+                return
 
     def _enter(self, stage: Stage, marker: Marker | None) -> None:
         self._stage, self._marker = stage, marker
@@ -384,7 +429,7 @@ class ModuleServer:
             elif document_file(part).exists():  # by an earlier attempt
                 # Its counts are those of the marker; now batches after it have been counted.
                 self._evaluations.checkpoint(marker.id)
-        last = marker if mark & (Mark.END | Mark.STOP) else None  # answered in the farewell
+        last = marker if mark & (Mark.END | Mark.STOP) else None  # answered in _end_links
         if last is None:
             ledger.processed(marker.id)
         if self._input is not None:

@@ -15,7 +15,6 @@ from dni_runtime.worker import (
     evaluations,
     exchange,
     fanout,
-    farewell,
     head,
     join,
     neighbours,
@@ -179,15 +178,15 @@ def gaps_untold() -> Any:
 def links_in_turn() -> Any:
     """At the end one link is flushed after the other, and the next ones are not served."""
 
-    def flush(self: Any, output: Any, left_s: float, *, over: bool) -> None:
-        end_s = time.monotonic() + left_s
+    def flush(self: Any, output: Any, left_s: float) -> None:
+        end_s, over = time.monotonic() + left_s, self._stage is server.Stage.FINISHED
         for link in output.links:
             while not link.finish(0.5):
-                self.neighbours.look(link)
-                if (not over or self.stop()) and time.monotonic() >= end_s:
+                self._neighbours.look(link)
+                if (not over or self._stop()) and time.monotonic() >= end_s:
                     return
 
-    return replaced((farewell.Farewell, "_flush", flush))
+    return replaced((server.ModuleServer, "_flush", flush))
 
 
 def half_sums() -> Any:
