@@ -120,26 +120,26 @@ def parse_version(text: str) -> tuple[int, int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]), int(match[3] or 0))
 
 
-def candidates(environ: Mapping[str, str]) -> list[Path]:
+def candidates() -> list[Path]:
     """Return the container programs that may exist, best first."""
-    if chosen := environ.get("DNI_APPTAINER"):
+    if chosen := os.environ.get("DNI_APPTAINER"):
         return [Path(chosen)]
-    path = environ.get("PATH", os.defpath)
+    path = os.environ.get("PATH", os.defpath)
     programs = [shutil.which("apptainer", path=path)]
-    prefixes = [Path(p) for p in (environ.get("DNI_APPTAINER_PREFIX"),) if p]
+    prefixes = [Path(p) for p in (os.environ.get("DNI_APPTAINER_PREFIX"),) if p]
     programs += [str(p.expanduser() / "usr/bin/apptainer") for p in (*prefixes, *SETUP_PREFIXES)]
     programs.append(shutil.which("singularity", path=path))
     return [Path(f) for f in programs if f is not None and os.access(f, os.X_OK)]
 
 
-def find_apptainer(environ: Mapping[str, str] | None = None) -> Apptainer:
+def find_apptainer() -> Apptainer:
     """Find the container program: ``$DNI_APPTAINER``, the PATH, or the setup script's prefixes.
 
     Raises ``UnavailableError`` if there is none, or it does not run or is too old.
     """
     hint = "install Apptainer 1.1 or newer, or set DNI_APPTAINER to its program"
     problem = "Apptainer is not installed: no 'apptainer' or 'singularity' was found"
-    for path in candidates(os.environ if environ is None else environ):
+    for path in candidates():
         try:
             answer = capture([str(path), "version"], what=f"{path} version", timeout_s=30)
         except (BuildError, UnavailableError) as error:
@@ -271,10 +271,9 @@ def stream(
     cwd: Path | None = None,
     log: Path | None = None,  # for the whole output
     environ: Mapping[str, str] | None = None,  # default: this process's; it is cleaned
-    tail_lines: int = 20,  # in an error
 ) -> None:
     """Run a program to its end, passing on each line that it prints."""
-    tail: deque[str] = deque(maxlen=tail_lines)
+    tail: deque[str] = deque(maxlen=20)
     try:
         process = subprocess.Popen(
             argv,

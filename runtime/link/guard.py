@@ -89,11 +89,9 @@ class Guard:
         socket: sockets.Socket,  # not listening yet
         # whether a key may connect; None if the link is not encrypted
         allowed: Callable[[bytes], bool] | None,
-        connections: int = CONNECTIONS,
     ) -> None:
         self.alarmed = False  # a connection was refused since the last take()
         self._allowed = allowed
-        self._limit = connections
         self._watched = socket
         self._lock = threading.Lock()
         self._refused: Counter[str] = Counter()
@@ -187,7 +185,7 @@ class Guard:
             else:
                 self._failed.append(_FAILED[kind])
         self._peers.update(peer for peer in kept if peer in self._open)  # or was accepted just now
-        while len(self._open) > self._limit and self._drop_oldest():
+        while len(self._open) > CONNECTIONS and self._drop_oldest():
             pass
         if refused:
             with self._lock:

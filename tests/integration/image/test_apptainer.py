@@ -21,17 +21,20 @@ def _program(path: Path, answer: str) -> Path:
     return path
 
 
-def test_program_on_the_path_is_found(tmp_path: Path) -> None:
+def test_program_on_the_path_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = _program(tmp_path / "apptainer", "1.3.6")
-    found = apptainer.find_apptainer({"PATH": str(tmp_path)})
+    monkeypatch.delenv("DNI_APPTAINER", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = apptainer.find_apptainer()
     assert found == Apptainer(program, "apptainer", (1, 3, 6))
     assert str(found) == "apptainer 1.3.6"
 
 
-def test_too_old_program_is_refused(tmp_path: Path) -> None:
+def test_too_old_program_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = _program(tmp_path / "apptainer", "1.0.3")
+    monkeypatch.setenv("DNI_APPTAINER", str(program))
     with pytest.raises(UnavailableError, match=r"too old: 1\.0\.3"):
-        apptainer.find_apptainer({"DNI_APPTAINER": str(program)})
+        apptainer.find_apptainer()
 
 
 def test_failed_program_shows_its_last_lines(tmp_path: Path) -> None:
@@ -39,10 +42,8 @@ def test_failed_program_shows_its_last_lines(tmp_path: Path) -> None:
     seen: list[str] = []
     log = tmp_path / "log"
     with pytest.raises(BuildError, match="testing failed with exit status 3") as caught:
-        apptainer.stream(
-            [sys.executable, "-c", code], what="testing", on_line=seen.append, log=log, tail_lines=5
-        )
-    assert caught.value.tail == tuple(f"line {i}" for i in range(95, 100))
+        apptainer.stream([sys.executable, "-c", code], what="testing", on_line=seen.append, log=log)
+    assert caught.value.tail == tuple(f"line {i}" for i in range(80, 100))
     assert len(seen) == 100
     assert log.read_text().splitlines() == seen
     assert str(log) in str(caught.value)

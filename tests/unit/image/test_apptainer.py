@@ -101,9 +101,13 @@ def test_host_python_settings_do_not_reach_the_image() -> None:
     assert "/usr/sbin" in kept["PATH"].split(":")
 
 
-def test_missing_program_says_how_to_get_it(tmp_path: Path) -> None:
+def test_missing_program_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DNI_APPTAINER", str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", "")
     with pytest.raises(UnavailableError, match="install Apptainer"):
-        apptainer.find_apptainer({"DNI_APPTAINER": str(tmp_path / "none"), "PATH": ""})
+        apptainer.find_apptainer()
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,7 @@ class Make:
         self.closed: set[int] = set()
         self.ports: dict[int, int] = {}
         self.made: list[Guard] = []
+        self.patch = patch
         monitor = SimpleNamespace(close=lambda: None)
         patch.setattr(sockets, "monitor", lambda *args: monitor)
         patch.setattr(
@@ -177,7 +178,8 @@ class Make:
         socket: Any = SimpleNamespace(disable_monitor=lambda: None)
         zap = SimpleNamespace(setsockopt=lambda *a: None, bind=lambda a: None, close=lambda: None)
         context: Any = SimpleNamespace(socket=lambda kind: zap)
-        made = Guard(context, socket, allowed, connections)
+        self.patch.setattr(guard, "CONNECTIONS", connections)
+        made = Guard(context, socket, allowed)
         made._port = PORT  # without the thread that start() starts
         self.made.append(made)
         return made
