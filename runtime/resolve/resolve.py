@@ -187,7 +187,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 prediction=prediction,
                 classes=loss.scores if info.classes is None else info.classes,
                 batch_limit=full.data.largest_batch,
-                gradients_in=cuts[index].every,
+                gradients_in=cuts[index].gradients,
                 late=cuts[index].late,
                 links=full.links,
                 retain=retained(full, index),
@@ -234,7 +234,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
 class _Cut:
     """Gradients sent up across the cut below a module."""
 
-    every: int = 0  # the gradient of every n-th batch is sent; 0: none
+    gradients: int = 0  # that of every n-th batch is sent; 0: none
     bootstrapped: bool = False  # from the error signal of the module below, at once
     awaited: bool = False  # by an update, at the module above the cut or further up
     resend: int = 0  # how many may be awaited before another batch is taken
@@ -242,13 +242,8 @@ class _Cut:
 
     @property
     def of_links(self) -> dict[str, Any]:
-        """The same as fields of an ``EdgeSpec``."""
-        return {
-            "gradients": self.every,
-            "bootstrapped": self.bootstrapped,
-            "awaited": self.awaited,
-            "resend": self.resend,
-        }
+        """The fields of an ``EdgeSpec``."""
+        return {name: value for name, value in vars(self).items() if name != "late"}
 
 
 NO_GRADIENTS = _Cut()
@@ -266,19 +261,19 @@ def _cuts(
             continue
         below = [interfaces[target] for target in graph.targets[index]]
         relayed = [cuts[source] for source in graph.sources[index] if not cuts[source].bootstrapped]
-        passes_on = math.gcd(*(cut.every for cut in relayed))
+        passes_on = math.gcd(*(cut.gradients for cut in relayed))
         every = math.gcd(interface.needs.every, passes_on)
         bootstraps = interface.needs.bootstrapped and not passes_on
         signal = all(reader is not None and reader.timing.signals for reader in below)
-        awaited = interface.timing.applies or any(cut.awaited and cut.every for cut in relayed)
+        awaited = interface.timing.applies or any(cut.awaited and cut.gradients for cut in relayed)
         cuts.append(
             _Cut(
-                every=every,
+                gradients=every,
                 bootstrapped=bool(every) and bootstraps and signal,
                 awaited=bool(every) and awaited,
                 resend=max(
                     _waited_for(interface) * micro_batches,
-                    *(cut.resend for cut in relayed if cut.every),
+                    *(cut.resend for cut in relayed if cut.gradients),
                     0,
                 ),
             )
