@@ -9,8 +9,9 @@ from dni_runtime.plan.settings import StartRequest, make_plan
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
-from dni_runtime.schedulers.processes import Hosts, LocalStarter, Starter
+from dni_runtime.schedulers.processes import LocalStarter, Starter
 from dni_runtime.schedulers.runtimes import worker_argv
+from dni_runtime.schedulers.slurm.nodes import JobNodes
 
 
 class Scheduler:
@@ -38,7 +39,7 @@ class Scheduler:
         """Return what starts and kills workers; a plan's own variables extend ``environ``."""
         return LocalStarter(environ)
 
-    def hosts(self, plan: LaunchPlan) -> Hosts | None:
+    def hosts(self, plan: LaunchPlan) -> JobNodes | None:
         """Return the hosts of a plan's workers, if a host can be lost and its modules moved."""
         return None
 

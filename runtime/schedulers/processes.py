@@ -63,34 +63,6 @@ class Starter(Protocol):
         """Return the modules whose workers have exited elsewhere, but not their local processes."""
 
 
-class Hosts(Protocol):
-    """The hosts that workers run on, if a host can be lost."""
-
-    @property
-    def resized(self) -> bool:
-        """Whether other hosts are known to be there than at first."""
-
-    def lost(self, hosts: Collection[str], *, at_once: bool) -> Sequence[str]:
-        """Return those of the hosts that are known to be lost for good.
-
-        ``at_once``: check now; otherwise only from time to time.
-        """
-
-    def move(
-        self, workers: Sequence[WorkerPlan], names: Collection[str]
-    ) -> list[WorkerPlan] | None:
-        """Return plans of the named workers on other hosts; None if there is no room.
-
-        ``workers`` are the present ones, as they are placed now.
-        """
-
-    def place(self, workers: Sequence[WorkerPlan], worker: WorkerPlan) -> WorkerPlan | None:
-        """Return the plan of a worker that is to start, if possible where it was planned.
-
-        None if no host has room. ``workers`` are the present ones, as they are placed now.
-        """
-
-
 class LocalProcess:
     """A worker as a process of this host, in a session of its own.
 

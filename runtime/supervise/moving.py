@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from dni_runtime.plan.plan import LaunchPlan, WorkerPlan
-from dni_runtime.schedulers.processes import Hosts
+from dni_runtime.schedulers.slurm.nodes import JobNodes
 from dni_runtime.spec.named import module_of, number_of, takes_part
 from dni_runtime.supervise.journal import Journal
 from dni_runtime.supervise.pool import WorkerPool
@@ -16,7 +16,7 @@ class Mover:
 
     def __init__(
         self,
-        hosts: Hosts | None,  # None: they cannot be lost
+        hosts: JobNodes | None,  # None: they cannot be lost
         plan: LaunchPlan,
         pool: WorkerPool,
         journal: Journal,
@@ -98,13 +98,13 @@ class Mover:
         if last.node is not None and last.node != worker.node:
             self._pool.replace(worker.moved(last.node))
 
-    def _share_cpus(self, hosts: Hosts) -> None:
+    def _share_cpus(self, hosts: JobNodes) -> None:
         """Let all steps that start from now on overlap, if the job has been resized."""
         if hosts.resized:
             self._pool.overlap()
 
     def _moved(
-        self, hosts: Hosts, present: Sequence[WorkerPlan], names: Sequence[str]
+        self, hosts: JobNodes, present: Sequence[WorkerPlan], names: Sequence[str]
     ) -> tuple[list[WorkerPlan] | None, dict[str, int]]:
         """Find hosts for workers; as many replicas as necessary give way, of their modules first.
 

@@ -30,8 +30,9 @@ from dni_runtime.run.documents.state import COMING, ModuleState, RunState
 from dni_runtime.run.lease import Lease, LeaseError
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.schedulers.interrupts import catching_signals
-from dni_runtime.schedulers.processes import Hosts, LocalStarter, Starter
+from dni_runtime.schedulers.processes import LocalStarter, Starter
 from dni_runtime.schedulers.runtime_files import prepare_runtime_files, remove_runtime_files
+from dni_runtime.schedulers.slurm.nodes import JobNodes
 from dni_runtime.spec.named import module_of
 from dni_runtime.supervise.decisions import Action, Exit, conclusion, decide
 from dni_runtime.supervise.journal import AGAIN, Journal, bound_log, how_it_ended
@@ -65,7 +66,7 @@ class Supervisor:
         plan: LaunchPlan,
         starter: Starter | None = None,  # None: of processes of this host
         *,
-        hosts: Hosts | None = None,  # of the workers, if a host can be lost
+        hosts: JobNodes | None = None,  # of the workers, if a host can be lost
         lease: Lease | None = None,  # released at the end
         # of a run whose supervisor was killed; its running workers are taken over
         adopt: RunState | None = None,

@@ -38,6 +38,8 @@ def nodes_of(job: str) -> list[str] | None:
 
 
 class JobNodes:
+    """The nodes that a job's workers run on, of which some can be lost."""
+
     def __init__(
         self,
         job: str,
@@ -51,6 +53,7 @@ class JobNodes:
         self._clock = clock
         self._room = room_of(plan.workers)
         self._nodes = {*nodes}
+        # whether other nodes are known to be there than at first
         self.resized = any(worker.overlaps for worker in plan.workers)
         self._up: Sequence[str] = ()
         self._look_at_s = clock() + _LOOK_S
@@ -73,14 +76,20 @@ class JobNodes:
     def move(
         self, workers: Sequence[WorkerPlan], names: Collection[str]
     ) -> list[WorkerPlan] | None:
-        """Return plans of the named workers on nodes that the job still has; None without room."""
+        """Return plans of the named workers on nodes that the job still has; None without room.
+
+        ``workers`` are the present ones, as they are placed now.
+        """
         going = [worker for worker in workers if worker.module in names]
         there = self._there(worker for worker in workers if worker.module not in names)
         hosts = choose([worker.need for worker in going if worker.need], there, self._room)
         return None if hosts is None else [worker.moved(hosts[worker.module]) for worker in going]
 
     def place(self, workers: Sequence[WorkerPlan], worker: WorkerPlan) -> WorkerPlan | None:
-        """Return the plan of a worker that is to start, on a node of the job; None: no room."""
+        """Return the plan of a worker that is to start, if possible where it was planned.
+
+        None: no node of the job has room. ``workers`` are as in :meth:`move`.
+        """
         if not self._up:
             self.lost((), at_once=True)
         if worker.need is None or not self._up:

@@ -13,7 +13,7 @@ from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.schedulers.local import Scheduler
-from dni_runtime.schedulers.processes import Hosts, Starter
+from dni_runtime.schedulers.processes import Starter
 from dni_runtime.schedulers.slurm import commands
 from dni_runtime.schedulers.slurm.commands import JobInfo, job_infos
 from dni_runtime.schedulers.slurm.nodes import JobNodes
@@ -79,7 +79,7 @@ class Slurm(Scheduler):
         assert job is not None  # the plan is one of this job
         return SlurmStarter(job, environ)
 
-    def hosts(self, plan: LaunchPlan) -> Hosts | None:
+    def hosts(self, plan: LaunchPlan) -> JobNodes | None:
         from dni_runtime.schedulers.slurm.allocation import allocation_here
 
         allocation = allocation_here()
