@@ -161,7 +161,9 @@ class Neighbours:
 
     def _interrupted(self) -> bool:
         for caller in self.callers:
-            caller.greet()
+            # Who is known already may ask again, as its answer was lost. A module that is restarted
+            # takes nothing before it knows where it goes on.
+            (caller.greet if self._restarted else caller.listen)()
         return self._stop()
 
     def _wait_for(self, input: InputLink) -> bool:

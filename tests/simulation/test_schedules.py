@@ -42,6 +42,7 @@ FOUND = {
     "what came before a WELCOME comes again": ("--replicas", "--first", "9700147"),
     "what was written just before is waited for": ("--replicas", "--first", "3100079"),
     "what a slow disk took is no waiting": ("--graphs", "--replicas", "--first", "9903013"),
+    "who is known asks again while all wait": ("--graphs", "--first", "9961289"),
     "what a worker took to start on a slow disk is no waiting": ("--graphs", "--first", "9940256"),
     "an answer that comes twice is taken once": ("--graphs", "--replicas", "--first", "9742418"),
 }

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -98,6 +98,7 @@ class World:
     def wait_for_peer(self, deadline_s: float, stop: Callable[[], bool]) -> None:
         end_s = self.now_s + deadline_s
         while not self.peer:
+            stop()
             if self.now_s >= end_s:
                 raise UnavailableError("nobody")
             self.sleep(min(1.0, end_s - self.now_s))
@@ -351,6 +352,17 @@ def test_a_module_upstream_that_comes(make_world: MakeWorld) -> None:
     world.at[12.0] = lambda: setattr(world, "peer", True)
     assert wait_for_upstream(world)
     assert world.age_s == 12
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_who_is_known_may_ask_again_meanwhile(make_world: MakeWorld, restarted: bool) -> None:
+    """In a graph all may wait for one that is restarted, and it for one whose answer was lost."""
+    world = make_world("tail")
+    world.at[12.0] = lambda: setattr(world, "peer", True)
+    known, link = world.neighbours(restarted=restarted), cast("Any", world)
+    known.callers.append(link)
+    assert known.wait_for_upstream(link)
+    assert (world.greeted > 10) != restarted
 
 
 def test_a_module_upstream_that_does_not_come(make_world: MakeWorld) -> None:
