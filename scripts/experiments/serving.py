@@ -18,6 +18,8 @@ many that ask as often, each by a connection of its own, and wait for their answ
 bodies that come a byte at a time), beside 8 clients that are not. ``poison``: one request in a
 hundred makes the first module fail; each of the others has to be answered. ``health``: what is said
 of a service one of whose processes is stopped (SIGSTOP) and goes on.
+
+It is one file because all of it is one service's, trained and asked in the same way.
 """
 
 from __future__ import annotations
