@@ -161,6 +161,8 @@ class Checkpointed:
             UsageError: ``init.names`` leaves out some of a module's weights.
             DniError: As :meth:`choose_cut`.
         """
+        import torch
+
         from dni_runtime.core.export import trained_tensors
         from dni_runtime.core.finite import all_finite_or_masks
         from dni_runtime.plan.initial import name_in_file, network_names
@@ -182,6 +184,12 @@ class Checkpointed:
                     raise DivergedError(
                         f"{theirs!r} is not finite ({str(states[worker.module])!r})",
                         hint="export an older checkpoint with --from, or this one with --force",
+                    )
+                if theirs in found and not torch.equal(found[theirs], value):
+                    raise UsageError(
+                        f"{own!r} of module {worker.module!r} was {theirs!r}, as was another one, "
+                        "and training has made them differ",
+                        hint="export without --state-dict",
                     )
                 found[theirs] = value
         return found

@@ -336,6 +336,7 @@ def connect(
     ]
     outputs: list[fx.Node] = []
     readers = Counter(source for links in sources for source, _ in links)
+    shared = Counter(number for numbers in data for number in numbers)
     for (name, layers), links, taken in zip(modules.items(), sources, data, strict=True):
         root.add_module(name, layers)
         values: tuple[Any, ...] = tuple(
@@ -348,7 +349,10 @@ def connect(
             graph.call_method("clone", (value,)) if readers[source] > 1 else value
             for value, (source, _) in zip(values, links, strict=True)
         )
-        values += tuple(inputs[number] for number in taken)
+        values += tuple(
+            graph.call_method("clone", (inputs[number],)) if shared[number] > 1 else inputs[number]
+            for number in taken
+        )
         for layer, _ in layers.named_children():  # only the first layer has several inputs
             values = (graph.call_module(f"{name}.{layer}", values),)
         outputs.append(values[0])

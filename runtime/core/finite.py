@@ -1,4 +1,4 @@
-"""Detection of NaN and infinity in tensors, by adding up their values."""
+"""Detection of NaN and infinity in tensors: by their sum, and where that is not finite by each."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from dni_runtime.core.training import real
 
 
 def finite(tensor: Tensor) -> bool:
-    """Whether all values are finite, and so is their sum; waits for the tensor's device."""
+    """Whether all values are finite; waits for the tensor's device."""
     return all_finite((tensor,))
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all values of several tensors on one device are finite; integers are."""
-    sums = []
+    values = []
     for tensor in tensors:
         if tensor.is_floating_point() or tensor.is_complex():
             value = real(tensor.detach())
-            if value.is_sparse:
-                value = value.coalesce().values()
-            sums.append(value.sum(dtype=_wide(value.dtype)))
-    return not sums or math.isfinite(sums[0] if len(sums) == 1 else torch.stack(sums).sum())
+            values.append(value.coalesce().values() if value.is_sparse else value)
+    sums = [value.sum(dtype=_wide(value.dtype)) for value in values]
+    if not sums or math.isfinite(sums[0] if len(sums) == 1 else torch.stack(sums).sum()):
+        return True
+    return all(bool(value.isfinite().all()) for value in values)  # masks of a type's least number
 
 
 def state_finite(*modules: nn.Module) -> bool:

@@ -89,6 +89,8 @@ class Residual(nn.Module):
         super().__init__()
         self.body = body
         self.shortcut = shortcut
+        _spare_input(body)  # the other one reads it, too
+        _spare_input(shortcut)
 
     def forward(self, x: Tensor) -> Tensor:
         return cast("Tensor", self.body(x) + self.shortcut(x))
@@ -138,10 +140,6 @@ def _spare_input(layers: nn.Sequential) -> bool:
             case nn.Sequential():
                 if not _spare_input(layer):
                     return False
-            case Residual():
-                _spare_input(layer.body)
-                _spare_input(layer.shortcut)
-                return False
             case nn.Flatten() | nn.Unflatten() | nn.Identity():
                 pass
             case _:

@@ -71,8 +71,10 @@ class ChainLoss(nn.Module):
         )
         limits = pairs(self.function)
         self._paired = limits is not None
-        # Axis in a batch of predictions; None if labels are not class indices.
-        self.class_axis = None if self._paired else class_axis(prediction, label)
+        # Axis in a batch of predictions; None if labels are not class indices, or predictions are
+        # several outputs in a row.
+        apart = isinstance(self.function, SumOfLosses) and self.function.several
+        self.class_axis = None if self._paired or apart else class_axis(prediction, label)
         # Size of that axis.
         self.scores = None if self.class_axis is None else prediction.shape[self.class_axis - 1]
         of_classes = isinstance(self.function, nn.CrossEntropyLoss | nn.NLLLoss)
@@ -318,6 +320,11 @@ class SumOfLosses(nn.Module):
         for weight, loss, p, y in self._parts(p_BP, y_BY):
             total = total + weight * loss(p, y)
         return total
+
+    @property
+    def several(self) -> bool:
+        """Whether the prediction is a row of several outputs."""
+        return any(term.prediction_at is not None for term in self._terms)
 
     @property
     def ignore_index(self) -> int | None:

@@ -44,8 +44,11 @@ class LossScale:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         # Steps are updates with finite gradients since the factor last changed.
         self.value, self.steps = 65536.0, 0
-        for p in parameters:
+        trained = list(parameters)
+        for p in trained:
             _add(self._divided, p)
+        # Gradients at inputs since the last update, by which a frozen module chooses the factor.
+        self.passed: list[Tensor] | None = None if trained else []
 
     def apply(self, xs: Iterable[Tensor], h: Tensor) -> None:
         """Multiply the gradients that come to a module's output, and divide those at its inputs."""
@@ -55,7 +58,10 @@ class LossScale:
                 _add(self._divided, x)
 
     def _divided(self, g: Tensor) -> Tensor:
-        return g / self.value
+        g = g / self.value
+        if self.passed is not None:
+            self.passed.append(g)
+        return g
 
     def update(self, *, finite: bool) -> None:
         """Choose the next factor, by whether the newest update's gradients were all finite."""
@@ -119,6 +125,9 @@ class Optimization:
     def update(self) -> None:
         """Note a batch's complete gradient; update the weights every ``accumulate`` batches."""
         self.gathered += 1
+        if self.scale is not None and self.scale.passed:
+            self.scale.update(finite=all_finite(self.scale.passed))
+            self.scale.passed.clear()
         if self.holds or self.gathered < self._spec.accumulate or not self.parameters:
             return
         if self.gathered > 1:

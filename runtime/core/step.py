@@ -95,6 +95,11 @@ class ModuleStep(ModuleForward):
         # Whether predictions are scores of classes, which have an accuracy.
         self.classifies = spec.classes is not None and (self.loss.scores or 0) >= spec.classes
         self._recurrent = [layer for layer in self.layers.modules() if isinstance(layer, Recurrent)]
+        if self.device.type != "cpu":  # they were made there, some with tensors of their own
+            of_parts = [layer.optimizers() for layer in self._recurrent]
+            of_parts += [] if interface is None else [interface.optimizers()]
+            for optimizer in (one for parts in of_parts for one in parts.values()):
+                optimizer.load_state_dict(optimizer.state_dict())  # on its parameters' device
         # What the module's replicas share.
         self.shared = (
             None if spec.strategy is None else SharedWeights(self, interface, self.optimization)

@@ -161,6 +161,7 @@ class Piece(nn.Module):
         self._still = {name for name in lends if not learns(of_names(tied[name]))}
         self._no_gradient = [not learns([node]) for node in pair[0].gives]
         self._rows = rows
+        self.tied = False  # whether all pieces are in one process, and share their parameters
         self._constants = nn.Module()
         others = {other: tensor for name, tensor in self.borrowed.items() for other in tied[name]}
         self._train, self._eval = (
@@ -179,8 +180,13 @@ class Piece(nn.Module):
             outputs = tuple(output.detach() if still else output for output, still in pairs)
         if self._lends:
             for name in self._lends:
-                lent = self.lent(name).detach() if name in self._still else self.lent(name)
-                outputs += (rows_of(lent, len(outputs[0]), self._rows),)
+                lent, samples = self.lent(name), outputs[0].shape[0]  # len() is fixed in exports
+                if self.tied:  # nobody reads it
+                    none = outputs[0].new_zeros(1, 1)
+                    outputs += (none.expand(samples, row_width(lent, self._rows)),)
+                    continue
+                value = lent.detach() if name in self._still else lent
+                outputs += (rows_of(value, samples, self._rows),)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def train(self, mode: bool = True) -> Piece:
@@ -215,6 +221,7 @@ def tie(pieces: Iterable[nn.Module]) -> None:
     parts = [piece for piece in pieces if isinstance(piece, Piece)]
     lent = {name: piece.lent(name) for piece in parts for name in piece.lends}
     for piece in parts:
+        piece.tied = True
         for name, parameter in piece.borrowed.items():
             if name in lent:
                 parameter.fix(lent[name])

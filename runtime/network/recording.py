@@ -125,8 +125,7 @@ def inline(program: fx.GraphModule) -> fx.Graph:
             continue
         body = next(operand for operand in node.all_input_nodes if operand.op == "get_attr")
         at = node.args.index(body)
-        context = torch.set_grad_enabled if at == 1 else torch.autocast
-        modes = (partial(context, *node.args[:at]),)
+        modes = (partial(_grad if at == 1 else _autocast, *node.args[:at]),)
         inner = inline(getattr(program, str(body.target)))
         new: dict[fx.Node, Any] = {}
         arguments = iter(node.args[at + 1 :])
@@ -165,14 +164,25 @@ def assign_early(graph: fx.Graph, buffer: fx.Node) -> None:
         node.meta["nn_module_stack"] = value.meta.get("nn_module_stack", {})
 
 
-def under(operation: Callable[..., Any], modes: tuple[Callable[[], Any], ...]) -> Any:
-    """Return an operation that runs in some contexts."""
+def _grad(enabled: bool, *, device: str) -> contextlib.AbstractContextManager[Any]:
+    return torch.set_grad_enabled(enabled)
+
+
+def _autocast(traced: str, *args: Any, device: str) -> contextlib.AbstractContextManager[Any]:
+    """``torch.autocast(x.device.type, ...)``: traced on the CPU, it is of the device it runs on."""
+    return torch.autocast(device if traced == "cpu" else traced, *args)
+
+
+def under(operation: Callable[..., Any], modes: tuple[Callable[..., Any], ...]) -> Any:
+    """Return an operation that runs in some contexts, each made for the operands' device."""
 
     @wraps(operation, assigned=("__name__",), updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        device = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
         with contextlib.ExitStack() as stack:
             for mode in modes:
-                stack.enter_context(mode())
+                stack.enter_context(mode(device=device))
             return operation(*args, **kwargs)
 
     return run

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from dni_runtime.core.export import AVERAGE_PREFIX, LAYERS_PREFIX, METADATA, ExportHeader
-from dni_runtime.core.layers import tensors_of
+from dni_runtime.core.layers import exported, tensors_of
 from dni_runtime.errors import CheckpointError, DataError, SpecError, unreadable
 from dni_runtime.files import pinned, write_atomic
 from dni_runtime.run.cuts import choose_cut, tensors_file
@@ -187,7 +187,8 @@ def _matched(
     """Return the location of each of a module's tensors."""
     names = init.names or network_names(worker.module, worker.layers)
     tensors: dict[str, StoredTensor] = {}
-    needed = tensors_of(worker)
+    layers = tuple(map(exported, worker.layers))  # a state that is carried on is no weight
+    needed = tensors_of(worker.model_copy(update={"layers": layers}))
     for prefix in init.names if at[0] == "modules" else ():  # defaults map names of all modules
         if not any(_under(name, prefix) for name in needed):
             raise SpecError(

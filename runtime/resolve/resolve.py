@@ -98,7 +98,7 @@ def _resolve(chain: ChainSpec, inferred: Sequence[ModuleOutputs], info: DataInfo
     prediction = inferred[-1].output
     numbers = chain.losses is None and pairs(build_loss(chain.loss, ("loss",)))
     if "metrics" not in chain.model_fields_set and (
-        numbers or class_axis(prediction, info.label) is None
+        numbers or len(inferred[-1].outputs) > 1 or class_axis(prediction, info.label) is None
     ):
         update["metrics"] = ()  # the default needs class labels
     return chain.model_copy(update=update)

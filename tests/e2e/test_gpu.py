@@ -38,7 +38,13 @@ def write(site: Site, defaults: str, *more: str) -> None:
 
 @pytest.mark.parametrize(
     "defaults",
-    ["exact", "delayed", "mixed", *(f"{one}, precision: float16" for one in ("exact", "mixed"))],
+    [
+        "exact",
+        "delayed",
+        "mixed",
+        "{mixed: {local: {optimizer: {SGD: {lr: 0.1, momentum: 0.9}}}}}",
+        *(f"{one}, precision: float16" for one in ("exact", "mixed")),
+    ],
 )
 def test_a_chain_on_a_gpu(site: Site, defaults: str) -> None:
     write(site, defaults, "on_nan: skip")

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
 from dni_runtime.api.checkpointed import (
     Checkpointed,
@@ -216,3 +218,60 @@ def test_other_rows_are_read_by_the_same_keys(
     assert torch.as_tensor(x).tolist() == [[0, 0], [1, -1], [2, -2]]
     assert y.tolist() == [0, 1, 0]
     sys.modules.pop("otherrows")
+
+
+RECURRENT = """\
+name: x
+data: {dataset: digits, flatten: true, batch_size: 32}
+defaults: {interface: exact, optimizer: {Adam: {lr: 0.01}}%s}
+modules:
+  - name: a
+    layers:
+      - {Unflatten: {dim: 1, unflattened_size: [8, 8]}}
+      - {Recurrent: {cell: GRU, input_size: 8, hidden_size: 8, synthetic: true}}
+  - {name: b, layers: [Flatten, {Linear: {in_features: 64, out_features: 10}}]}
+"""
+
+
+@pytest.mark.parametrize("of", ["run", "net.safetensors", "state.safetensors"])
+def test_a_state_that_is_carried_on_is_no_weight(tmp_path: Path, of: str) -> None:
+    """A recurrent layer begins with the weights of another run's, and with zeros."""
+    found, chain = trained(tmp_path, "", RECURRENT % "")
+    if of != "run":
+        found.export(tmp_path / of, state_dict=of.startswith("state"))
+    path = tmp_path / "again.yaml"
+    path.write_text(RECURRENT % f", init: {{file: {of}}}")
+    run = create_run(tmp_path / "other", prepare(path), backend="process")
+    weights = load_file(run.initial("a"))
+    assert set(weights) == {f"1.cell.{name}" for name, _ in nn.GRU(8, 8).named_parameters()}
+    for name, value in weights.items():
+        assert torch.equal(value, chain.steps[0].layers.state_dict()[name])
+
+
+NAMED = """\
+name: x
+data: {dataset: npz, path: own.npz, batch_size: 8, flatten: true}
+defaults: {interface: exact, optimizer: {SGD: {lr: 0.1}}}
+modules:
+  - {name: a, layers: [{Linear: {in_features: 12, out_features: 12}}], init: {file: one.pt, names: {"0": w}}}
+  - {name: b, layers: [{Linear: {in_features: 12, out_features: 12}}], init: {file: one.pt, names: {"0": w}}}
+"""  # noqa: E501
+
+
+def test_two_modules_that_were_one_tensor(tmp_path: Path) -> None:
+    """A state dict has room for one of them; the other one must not be lost silently."""
+    x, y = np.random.default_rng(0).random((32, 3, 4), dtype="float32"), np.arange(32) % 12
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_eval=x, y_eval=y)
+    layer = nn.Linear(12, 12)
+    torch.save(
+        {f"w.{name}": value for name, value in layer.state_dict().items()}, tmp_path / "one.pt"
+    )
+    found, _ = trained(tmp_path, "", NAMED)
+    with pytest.raises(UsageError, match=r"'0\..*' of module 'b' was 'w\..*', as was another one"):
+        found.state_dict()
+    assert sorted(found.model().state_dict()) == [
+        "a.0.bias",
+        "a.0.weight",
+        "b.0.bias",
+        "b.0.weight",
+    ]

@@ -219,3 +219,56 @@ def test_a_file_that_says_something_else(text: str, tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors", {METADATA: text})
     with pytest.raises(DataError, match=r"model\.safetensors"):
         load(tmp_path / "model.safetensors")
+
+
+OF_FOUR = DataInfo(sample=float32(4), label=int64(), classes=5)
+IN_PLACE = """\
+name: x
+data: {batch_size: 8}
+defaults: {interface: exact, optimizer: {SGD: {lr: 0.1}}}
+modules:
+  - {name: a, layers: [{Linear: {in_features: 4, out_features: 5}}]}
+  - {name: b, layers: [LAYERS]}
+  - {name: c, layers: [{Linear: {in_features: 5, out_features: 5}}]}
+"""
+BODY = "[{ReLU: {inplace: true}}, {Linear: {in_features: 5, out_features: 5}}]"
+
+
+@pytest.mark.parametrize("first", ["", "{Linear: {in_features: 5, out_features: 5}}, "])
+def test_a_residual_block_adds_what_it_got(tmp_path: Path, first: str) -> None:
+    """He et al. 2016, eq. 1, though its body changes its input in place."""
+    workers = specs_of(IN_PLACE.replace("LAYERS", f"{first}{{Residual: {BODY}}}"), OF_FOUR)
+    chain = LocalChain(workers)
+    x = torch.randn(8, 4)
+    chain.train_batch(x, x.argmax(1))
+    block = chain.steps[1].layers
+    with torch.no_grad():
+        h = chain.steps[0].layers(x)
+        h = block[0](h) if first else h
+        p = chain.steps[2].layers(h + block[-1].body[1](h.relu()))
+    torch.testing.assert_close(chain.predict(x), p)
+    export_model(workers, saved(chain, tmp_path), tmp_path / "net.safetensors")
+    torch.testing.assert_close(load(tmp_path / "net.safetensors")(x), p)
+
+
+BOTH = """name: x
+data: {batch_size: 8}
+defaults: {interface: exact, optimizer: {SGD: {lr: 0.1}}}
+modules:
+  - name: a
+    inputs: [data.0]
+    layers: [{ReLU: {inplace: true}}, {Linear: {in_features: 4, out_features: 5}}]
+  - name: b
+    inputs: [a, data.0]
+    layers: [Concat, {Linear: {in_features: 9, out_features: 5}}]
+"""
+
+
+def test_an_input_of_the_data_is_not_changed_for_others(tmp_path: Path) -> None:
+    workers = specs_of(BOTH, OF_FOUR)
+    chain = LocalChain(workers)
+    x = torch.randn(8, 4)
+    chain.train_batch(x, x.argmax(1))
+    export_model(workers, saved(chain, tmp_path), tmp_path / "net.safetensors")
+    model = load(tmp_path / "net.safetensors")
+    torch.testing.assert_close(model(x.clone()), chain.predict(x))

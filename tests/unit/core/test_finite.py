@@ -39,6 +39,16 @@ def same(before: list[Tensor], after: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
+def test_a_mask_of_a_types_least_number_is_finite() -> None:
+    """Its sum is not."""
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("mask", torch.full((8, 8), torch.finfo(torch.float32).min).triu(1))
+    assert state_finite(layer)
+    with torch.no_grad():
+        layer.weight[0, 0] = math.inf
+    assert not state_finite(layer)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_one_value_is_found(dtype: torch.dtype, value: float) -> None:

@@ -139,3 +139,20 @@ def test_replicas_that_make_one_step_have_no_common_scale() -> None:
     with pytest.raises(SpecError, match="with 'all-reduce' only the first would see it"):
         replicas("all-reduce}\non_nan: skip\nrestart: {limit: 10", training=training)
     assert replicas("local-sgd}\non_nan: skip\nrestart: {limit: 10", training=training)
+
+
+def test_the_factor_of_a_frozen_module_falls_too() -> None:
+    """Else what is upstream of it would skip every update."""
+    text = CHAIN % (f"exact, {FLOAT16}", "{SGD: {lr: 0.1}}") + "on_nan: skip\n"
+    frozen = ModuleStep(specs_of(text.replace("name: b", "name: b\n    freeze: true"), INFO)[1])
+    assert not frozen.optimization.parameters
+    x, y = batch(torch.Generator().manual_seed(1))
+    for id in range(1, 60):
+        frozen.forward(id, x)
+        frozen.update(y)
+        (upstream,) = frozen.late_gradient(id, torch.full((16, 8), 1e4))
+        assert upstream is not None
+        if upstream.isfinite().all():
+            break
+    assert upstream.isfinite().all()
+    assert 1 < scale_of(frozen).value < 65536

@@ -302,6 +302,22 @@ def test_several_losses_are_their_weighted_sum() -> None:
             assert torch.equal(ours, theirs)
 
 
+def test_several_outputs_have_no_accuracy() -> None:
+    """They are one row: its highest number may be of another output than the label."""
+    text = SEVERAL.replace("label: 1, weight", "label: 0, weight").replace(
+        "MSELoss", "CrossEntropyLoss"
+    )
+    text = text.replace("args: {features: 8, right: 2}", "args: {features: 8, right: 8}")
+    info = DataInfo(sample=float32(12), label=int64(), classes=8)
+    text = text.replace("{CrossEntropyLoss: {label_smoothing: 0.1}}", "CrossEntropyLoss")
+    specs = specs_of(text % "exact", info)
+    chain, x = LocalChain(specs), torch.randn(16, 12)
+    evaluation = EvaluationSums.of(chain.steps[-1])
+    evaluation.add(chain.predict(x), torch.randint(0, 8, (16,)))
+    assert list(evaluation.result()) == ["loss"]
+    refused(text % "exact" + "metrics: [accuracy]\n", info, "accuracy needs class labels")
+
+
 def test_interfaces_with_a_head_learn_several_losses() -> None:
     chain = LocalChain(specs_of(SEVERAL % "mixed", TWO), delay=2)
     torch.manual_seed(0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dni_runtime.core.export import connect
 from dni_runtime.errors import SpecError
 from dni_runtime.network.piece import Piece, tie
 from dni_runtime.network.program import Section
+from dni_runtime.network.recording import _autocast, under
 from dni_runtime.network.source import NetworkSpec, NetworkWrapper, build_network, read_tensor
 from dni_runtime.network.tracing import trace
 from tests.specs import float32, int64
@@ -370,6 +374,40 @@ def test_tied_weights_may_be_given_before_any_batch() -> None:
         tie([first, second])
         torch.testing.assert_close(here, second(*first(tokens), mask))
     assert not torch.allclose(away, here)
+
+
+def test_pieces_with_tied_weights_are_a_program_of_any_batch() -> None:
+    """As the network itself: the weight that they share is not cut into rows any more."""
+    given = {"lends": [["words.weight"], []], "borrows": [{}, {"words.weight": 1}], "rows": [4, 4]}
+    first, second = build(network(*TIED, **NAMES), ("first",), **given)
+    parts = {"a": nn.Sequential(first), "b": nn.Sequential(second)}
+    values = [(0, number) for number in range(len(first(torch.zeros(4, 5, dtype=torch.int64))))]
+    model = connect(parts, [[], values], [[0], [1]]).eval()
+    tokens, mask = torch.randint(0, 7, (9, 5)), torch.ones(9, 5, dtype=torch.bool)
+    sizes = ({0: torch.export.Dim.DYNAMIC},) * 2
+    program = torch.export.export(model, (tokens[:2], mask[:2]), dynamic_shapes=sizes).module()
+    for size in (1, 3, 9):
+        x = tokens[:size], mask[:size]
+        torch.testing.assert_close(program(*x), model(*x))
+
+
+@pytest.mark.parametrize(
+    ("traced", "device", "used"), [("cpu", "cuda", "cuda"), ("cuda", "cpu", "cuda")]
+)
+def test_autocast_of_the_inputs_device(traced: str, device: str, used: str) -> None:
+    """A block that its author keeps in float32 by ``torch.autocast(x.device.type, enabled=False)``.
+
+    It was traced on the CPU. There is no GPU here: only which device is chosen is looked at.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # CUDA is not available
+        mode = _autocast(traced, torch.bfloat16, False, None, device=device)
+    assert isinstance(mode, torch.autocast)
+    assert mode.device == used
+    run = under(torch.Tensor.matmul, (partial(_autocast, "cpu", torch.bfloat16, False, None),))
+    x = torch.randn(3, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (run(x, x).dtype, (x @ x).dtype) == (torch.float32, torch.bfloat16)
 
 
 def test_it_can_be_copied_and_needs_no_memory() -> None:
