@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dni_runtime.errors import SpecError
-from dni_runtime.wire import Part
 
 IN_PLACE = (
     "one of the variables needed for gradient computation has been modified by an inplace operation"
@@ -55,15 +54,6 @@ def separate(parameters: Iterable[Tensor]) -> None:
         if memory in seen:
             p.grad = p.grad.clone()
         seen.add(memory)
-
-
-def per_sample(g_BX: Tensor | None, part: Part) -> Tensor | None:
-    """Return the gradient per sample, given that of the mean over a whole batch.
-
-    It is a new tensor: autograd may leave one memory at several inputs, as at those of ``x.view(…)
-    + y``.
-    """
-    return None if g_BX is None else (g_BX * part.samples).contiguous()
 
 
 class _Root(torch.autograd.Function):

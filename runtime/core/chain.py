@@ -82,7 +82,10 @@ class LocalChain(_OneProcess):
             late = max(worker.late, sum(self._delays[index:]) * self._micro_batches)
             self.steps.append(ModuleStep(worker.model_copy(update={"late": late}), self.device))
         self._workers = workers
-        self._sources = sources_of(workers)
+        numbers = {worker.module: index for index, worker in enumerate(workers)}
+        self._sources = [
+            [numbers[edge.source] for edge in worker.sources if edge.tensor] for worker in workers
+        ]
         targets = [[edge for edge in worker.targets if edge.tensor] for worker in workers]
         self._sums = [GradientSum(len(edges)) for edges in targets]
         self._late: list[deque[tuple[int, int, Tensor]]] = [deque() for _ in workers]
@@ -137,12 +140,6 @@ class LocalChain(_OneProcess):
                 _, id, g_BH = late.popleft()
                 self.at = index
                 self._pass_up(index, id, self.steps[index].late_gradient(id, g_BH))
-
-
-def sources_of(workers: Sequence[WorkerSpec]) -> list[list[int]]:
-    """Return for each module the numbers of those whose output it takes."""
-    numbers = {worker.module: index for index, worker in enumerate(workers)}
-    return [[numbers[edge.source] for edge in worker.sources if edge.tensor] for worker in workers]
 
 
 def data_of(worker: WorkerSpec) -> tuple[int, ...]:

@@ -42,8 +42,3 @@ class StepCounters:
     error: Mean = field(default_factory=Mean)  # of synthetic gradients (``LateSignal``)
     cosine: Mean = field(default_factory=Mean)  # the same
     head_accuracy: Mean = field(default_factory=Mean)  # of an early head, on training batches
-
-    def count_lag(self, batches: int) -> None:
-        """Count the age of a gradient that has come."""
-        self.lag += batches
-        self.lag_max = max(self.lag_max, batches)

@@ -95,7 +95,7 @@ class ForwardPasses:
         """
         pack = self._pack_then if self._keep == "weights" else self._pack_now
         self._saved.clear()
-        with saved_tensors_hooks(pack, _unpack):
+        with saved_tensors_hooks(pack, lambda packed: packed.tensor()):
             yield
         buffers: set[int] = set()
         for saved in filter(None, [reference() for reference in self._saved]):
@@ -173,10 +173,6 @@ class _Cast(_View):
 
     def tensor(self) -> Tensor:
         return self._memory.to(self._dtype).as_strided(*self._as)
-
-
-def _unpack(packed: _SavedTensor | _View) -> Tensor:
-    return packed.tensor()
 
 
 def _memory(tensor: Tensor) -> int:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.backward import backward, changed_in_place, per_sample, separate
+from dni_runtime.core.backward import backward, changed_in_place, separate
 from dni_runtime.core.counters import StepCounters
 from dni_runtime.core.forward import Inputs, ModuleForward, as_inputs
 from dni_runtime.core.interfaces import Boundary, GradientInterface, Keep, build_interface
@@ -281,7 +281,9 @@ class ModuleStep(ModuleForward):
         if kept is None or self.interface is None:
             self.counters.unpaired += 1
             return nothing
-        self.counters.count_lag(self._number - kept.number)
+        lag = self._number - kept.number
+        self.counters.lag += lag
+        self.counters.lag_max = max(self.counters.lag_max, lag)
         late = None
         if g_BH is None:
             self.counters.skipped += 1
@@ -316,7 +318,8 @@ class ModuleStep(ModuleForward):
         gradients: list[Tensor | None] = []
         for x, answer in zip(done.xs, answers, strict=False):  # inputs of the data come last
             g_BX = torch.zeros_like(x) if answer and x.grad is None else x.grad
-            gradients.append(per_sample(g_BX, part))
+            # A new tensor: autograd may leave one memory at several inputs, as ``x.view(…) + y``.
+            gradients.append(None if g_BX is None else (g_BX * part.samples).contiguous())
             x.grad = None  # sent once
         return tuple(gradients)
 

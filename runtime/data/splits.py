@@ -38,11 +38,9 @@ class Split(Protocol):
 
     def __len__(self) -> int:
         """N, the number of samples."""
-        ...
 
     def batch(self, order_B: Tensor) -> Batch:
         """Return the samples of these numbers (int64, (B,)), in the order given."""
-        ...
 
     def classes(self) -> Tensor | None:
         """Return each sample's class, int64 (N,); None if it has none, or had to be read for it."""

@@ -84,7 +84,7 @@ def try_chain(
         rows = chain.data.batch_size  # tied weights travel with whole batches
     few = {"batch_size": min(rows, chain.data.batch_size), "eval_batch_size": rows}
     loss = ChainLoss(tail.loss, tail.prediction, tail.label)
-    batches = list[Batch | None]()
+    batches, warned = list[Batch | None](), list[str]()
     for replica in range(chain.modules[0].most if chain.data.per_replica else 1):
         data = chain.data.of_replica(replica + 1)
         source = open_data(data.model_copy(update=few), base, seed=chain.seed)
@@ -96,40 +96,32 @@ def try_chain(
             seen, labels[part] = _look(part, split, data, loss, stops=stops)
             looked = looked.and_at(f"{seen} of {len(split)} samples ({part})")
             if chain.eval_every and not len(split):
-                warning = f"there are no samples for {_PURPOSES[part]}"
-                looked = looked._replace(warnings=(*looked.warnings, warning))
+                warned.append(f"there are no samples for {_PURPOSES[part]}")
         if replica == 0 and source.splits["train"].drawn:
-            warning = (
+            warned.append(
                 f"{chain.data.dataset!r} draws random numbers when it is made: a split that it "
                 "draws there is another one for training than for evaluation"
             )
-            looked = looked._replace(warnings=(*looked.warnings, warning))
         if replica == 0 and source.has_test and source.splits["train"].draws:
-            warning = (
+            warned.append(
                 f"{chain.data.dataset!r} varies its training samples at random, also those that "
                 "'data.validation' holds out: use 'augment' instead, or samples of its own"
             )
-            looked = looked._replace(warnings=(*looked.warnings, warning))
         for part in source.one_class(labels):
-            warning = f"all samples for {_PURPOSES[part]} are of one class"
-            looked = looked._replace(warnings=(*looked.warnings, warning))
-        parts = ("train", "eval")
-        batches = batches or [next(source.some_batches(part, 1, 0, _yes), None) for part in parts]
+            warned.append(f"all samples for {_PURPOSES[part]} are of one class")
+        batches = batches or [
+            next(source.some_batches(part, 1, 0, lambda: True), None) for part in ("train", "eval")
+        ]
+    looked = looked._replace(warnings=tuple(warned))
     count = sum(parameter_counts(workers).values())
     if count > LARGEST_PARAMETERS:
         return looked._replace(unchecked=(f"a batch: {count:,} parameters would be trained here",))
-    warned = list[str]()
     if (problem := _run(workers, initial, *batches, warned=warned, stops=stops)) is not None:
         return looked._replace(unchecked=(problem,))
-    looked = looked._replace(warnings=(*looked.warnings, *warned))
-    return looked.and_at(
+    return looked._replace(warnings=tuple(warned)).and_at(
         f"training and evaluation of {rows} in all modules, with gradient interfaces, losses and "
         "metrics"
     )
-
-
-def _yes() -> bool:
-    return True
 
 
 def _look(

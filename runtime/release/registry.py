@@ -221,8 +221,9 @@ class Repository:
         if answer.status_code in missing:
             return None
         if answer.status_code in (401, 403):
+            verb = "read" if method in ("GET", "HEAD") else "write to"
             raise UsageError(
-                f"{self.address.host} does not let you {_verb(method)} {self.address.repository} "
+                f"{self.address.host} does not let you {verb} {self.address.repository} "
                 f"({answer.status_code})",
                 hint=f"apptainer registry login docker://{self.address.host}, or docker login "
                 f"{self.address.host}",
@@ -330,10 +331,6 @@ def credentials(host: str, environ: Mapping[str, str] | None = None) -> str | No
                 said = json.loads(done.stdout)
                 return base64.b64encode(f"{said['Username']}:{said['Secret']}".encode()).decode()
     return None
-
-
-def _verb(method: str) -> str:
-    return "read" if method in ("GET", "HEAD") else "write to"
 
 
 def _said(answer: requests.Response) -> str:

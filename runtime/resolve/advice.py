@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from dni_runtime.core.replication.compression import TopK
 from dni_runtime.spec import WorkerSpec
@@ -21,7 +21,8 @@ def advice(workers: Sequence[WorkerSpec]) -> list[str]:
     bare, attending, late = [], [], []
     for worker in workers:
         name = worker.interface.name if worker.interface is not None else None
-        if name in _PREDICTING and not any(map(_normalizes, _types(worker))):
+        types = [type for layer in worker.layers for type in layer.types]
+        if name in _PREDICTING and not any(map(_normalizes, types)):
             bare.append(worker.module)
         if name in _AT_ONCE and worker.attends:
             attending.append(worker.module)
@@ -90,10 +91,6 @@ def _loses_momentum(worker: WorkerSpec) -> bool:
 def _have(modules: Sequence[str]) -> str:
     names = ", ".join(map(repr, modules))
     return f"modules {names} have" if len(modules) > 1 else f"module {names} has"
-
-
-def _types(worker: WorkerSpec) -> Iterator[str]:
-    return (type for layer in worker.layers for type in layer.types)
 
 
 def _normalizes(type: str) -> bool:

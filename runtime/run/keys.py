@@ -14,7 +14,6 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import zmq
 from zmq.utils import z85
@@ -44,20 +43,6 @@ class KeyPair:
                 hint="install pyzmq with a libzmq that supports CURVE (its wheels do), or set "
                 "'links.security: none'",
             ) from None
-
-
-class Keyring(Protocol):
-    """Access of one worker to its run's keys."""
-
-    @property
-    def pair(self) -> KeyPair:
-        """Its own pair."""
-
-    def public(self, module: str) -> bytes | None:
-        """Return a module's public key, or None if it is not known (yet)."""
-
-    def leave(self) -> None:
-        """Remove what must not stay behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +102,10 @@ class RunKeys:
         """Remove the keys that this object made."""
         if self._made:
             remove(self._run, self._module)
+
+
+Keyring = KnownKeys | RunKeys
+"""Access of one worker to its run's keys."""
 
 
 def make(run: RunDir, module: str) -> bool:

@@ -73,7 +73,9 @@ def predicting(
         if (name := module.module) in exits
     }
     last = back(tail, tensor=tail.output, outputs=tail.outputs)
-    links = head.links.model_copy(update={"window": _window(modules)})
+    # A window for all batches that are on their way: they wait for the front's answer.
+    window = min(head.links.window * (len(modules) + 1), 4096)
+    links = head.links.model_copy(update={"window": window})
     served = []
     for module in modules:
         data = tuple(number for edge in module.sources for number in edge.data)
@@ -130,8 +132,3 @@ _PREDICTS: dict[str, Any] = {
 def _activations(edge: EdgeSpec) -> EdgeSpec:
     """Return a link for activations alone."""
     return edge.model_copy(update=_PREDICTS | {"data": (), "samples": (), "lanes": ()})
-
-
-def _window(modules: Sequence[WorkerSpec]) -> int:
-    """Return a window for all batches that are on their way: they wait for the front's answer."""
-    return min(modules[0].links.window * (len(modules) + 1), 4096)

@@ -128,7 +128,7 @@ def _token_head(
     depth = DEPTH - 1 if options.head == "mlp-sr" else int(options.hidden is not None)
     width = options.hidden or features
     layers: list[nn.Module] = [nn.LayerNorm(features)]
-    layers += _hidden_layers(features, width, depth, _gelu)
+    layers += _hidden_layers(features, width, depth, lambda width: [nn.GELU()])
     layers.append(nn.Linear(width if depth else features, numbers))
     if classes_second:
         layers.append(_Transpose())
@@ -147,10 +147,6 @@ def _hidden_layers(
 
 def _batch_norm(width: int) -> list[nn.Module]:
     return [BatchNorm(width), nn.ReLU()]
-
-
-def _gelu(width: int) -> list[nn.Module]:
-    return [nn.GELU()]
 
 
 class _ChannelsFirst(nn.Module):
