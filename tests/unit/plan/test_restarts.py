@@ -416,6 +416,47 @@ def test_a_module_that_does_not_leave_for_its_restart(
     assert killed["module"] == "middle"
 
 
+@pytest.mark.parametrize(
+    ("position", "restarted"), [(100, ["middle"]), (101, ["bottom", "middle", "top"])]
+)
+def test_of_an_exact_chain_one_module_restarts_alone_only_where_it_has_saved(
+    world: World,
+    supervise: MakeSupervisor,
+    record: Record,
+    position: int,
+    restarted: list[str],
+) -> None:
+    """Without a marker in time it leaves as well, but what it had after that is lost with it."""
+
+    def leave(process: FakeProcess) -> None:
+        write_cuts(record.run, 100)
+        report = {"attempt": 1, "state": "stopped", "id": position}
+        write_json(record.run.worker("middle"), report)
+        world.end("middle", 75)
+
+    world.on_stop = {"middle": leave}
+    world.at.append((4.0, lambda: write_json(record.run.restart_request("middle"), {})))
+    finish(world, 20)
+    assert supervise(scope="chain").run().phase == "finished"
+    for name in ("bottom", "middle", "top"):
+        assert attempts(record, name) == ([1, 2] if name in restarted else [1])
+    assert world.processes["middle"].worker.resume == ("0" if len(restarted) == 1 else "100")
+
+
+def test_of_an_exact_chain_all_modules_restart_with_one_that_does_not_leave(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    write_cuts(record.run, 100)
+    world.on_stop = {"middle": stubborn}
+    world.at.append((1.0, lambda: write_cuts(record.run, 200)))
+    world.at.append((4.0, lambda: write_json(record.run.restart_request("middle"), {})))
+    finish(world, 80)
+    assert supervise(scope="chain").run().phase == "finished"
+    for name in ("bottom", "middle", "top"):
+        assert attempts(record, name) == [1, 2]
+        assert world.processes[name].worker.resume == "200"
+
+
 def test_a_wish_is_forgotten_when_the_whole_chain_is_started_again(
     world: World, supervise: MakeSupervisor, record: Record
 ) -> None:
