@@ -265,11 +265,11 @@ class Pushes(Exchange):
         at = self._at
         if at is None or not self._all_sent(at):
             return
-        for link, id in self._waiting.items():
-            self._answer(link, id)
+        # After a restart of this one others may wait at a later point.
+        for link in [link for link, id in self._waiting.items() if id <= at.id]:
+            self._answer(link, self._waiting.pop(link))
         for link in self.inputs:
             link.send_drained(at.id)
-        self._waiting.clear()
         self._done, self._at = at.id, None
 
     def _answer(self, link: InputLink, id: int) -> None:

@@ -111,3 +111,37 @@ def test_what_cannot_be_read_after_a_restart_is_sent_whole(
         share(all, id)
     assert torch.equal(all[0].row(), all[1].row())
     assert torch.allclose(all[0].row(), learnt, atol=0.1)
+
+
+def test_a_restarted_parameter_server_answers_at_the_point_where_others_wait(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """It passes earlier ones before, and learns until then: all are to have the same there."""
+    given = replicas("parameter-server", 3)
+    all = [Replica(spec, tmp_path) for spec in given]
+    for replica in all:
+        opened.enter_context(closing(replica.exchange))
+    for replica in all[1:]:
+        replica.connect(all[0])
+    share(all, 50, FULL)
+    kept = copy_state(all[0].step)
+    share(all, 60, FULL)
+    all[1].learn(61, torch.randn(8, 6))
+    for replica in all[1:]:
+        replica.exchange.begin(Marker(100, 1, FULL))
+    all[0].exchange.close()
+    all[0] = Replica(given[0], tmp_path, kept, cut=50)
+    opened.enter_context(closing(all[0].exchange))
+    for replica in all[1:]:
+        replica.connect(all[0])
+    until_s = time.monotonic() + 20
+    while any(link.received < 100 for link in all[0].exchange.inputs):
+        assert time.monotonic() < until_s
+        for replica in all:
+            replica.exchange.done()
+    share(all[:1], 60, FULL)
+    all[0].learn(61, torch.randn(8, 6))
+    all[0].exchange.begin(Marker(100, 1, FULL))
+    finish(all)
+    assert torch.equal(all[1].row(), all[0].row())
+    assert torch.equal(all[2].row(), all[0].row())
