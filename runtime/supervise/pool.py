@@ -242,11 +242,13 @@ class WorkerPool:
 
     def fall_back(self, name: str) -> None:
         """Restart all modules at an older cut, because one module's part is damaged."""
-        begun_at = self.workers[name].resume
+        worker = self.workers[name]
         problem = Report.read(self._run.worker(name)).error
         problem = problem or how_it_ended(name, self._modules[name])
         self._journal.damaged(problem)
-        below = int(begun_at) if begun_at.isdecimal() else None
+        # One that was restarted alone has read its own states, which may be of other cuts.
+        began = worker.attempt == worker.first and worker.resume.isdecimal()
+        below = int(worker.resume) if began else None
         self.restart_all(0.0, problem, below=below)
 
     def _newest_cut(self, below: int | None) -> int:

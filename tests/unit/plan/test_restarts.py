@@ -346,6 +346,29 @@ def test_a_damaged_part_sends_all_to_the_cut_before(
     assert damaged["reason"] == "middle's part is damaged"
 
 
+def test_one_that_cannot_read_its_own_states_sends_all_to_the_newest_cut(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    """Those were not of the cut at which the chain began: there is nothing wrong with later ones."""
+    world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
+    world.at.append((3, lambda: write_cuts(record.run, 100, 200)))
+    world.exits(4, middle=-9)
+
+    def cannot_read() -> None:
+        report = {"attempt": 2, "state": "failed", "error": "an error of the disk"}
+        write_json(record.run.worker("middle"), report)
+        world.end("middle", 72)
+
+    world.at.append((8, cannot_read))
+    finish(world, 20)
+    assert supervise().run().phase == "finished"
+    assert attempts(record, "middle") == [1, 2, 3]
+    assert attempts(record, "top") == attempts(record, "bottom") == [1, 3]
+    assert {process.worker.resume for process in world.processes.values()} == {"200"}
+    (damaged,) = [event for event in events(record) if event["event"] == "checkpoint_damaged"]
+    assert damaged["reason"] == "an error of the disk"
+
+
 def test_a_run_without_a_whole_checkpoint_fails(
     world: World, supervise: MakeSupervisor, record: Record
 ) -> None:
