@@ -5,7 +5,6 @@ It is one file because it is one class: the processes, and what is known of each
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,7 @@ from dni_runtime.run.documents.state import process_birth, shell_status
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.schedulers.processes import Process, Starter
 from dni_runtime.spec.named import takes_part
-from dni_runtime.supervise.journal import Journal, how_it_ended
+from dni_runtime.supervise.journal import Journal, how_it_ended, remove_log
 
 TICK_S = 0.2
 
@@ -190,8 +189,7 @@ class WorkerPool:
         worker, module = self.workers[name], self._modules[name]
         self.workers[name] = plan
         if worker.attempt >= LOGS + 1:
-            with contextlib.suppress(OSError):
-                self._run.log(name, worker.attempt - LOGS + 1).unlink()
+            remove_log(self._run.log(name, worker.attempt - LOGS + 1))
         self._forget(name)
         self.due[name] = self._clock() + delay_s
         module.state = "restarting"

@@ -349,7 +349,7 @@ def test_a_damaged_part_sends_all_to_the_cut_before(
 def test_one_that_cannot_read_its_own_states_sends_all_to_the_newest_cut(
     world: World, supervise: MakeSupervisor, record: Record
 ) -> None:
-    """Those were not of the cut at which the chain began: there is nothing wrong with later ones."""
+    """Those need not be of the cut at which the chain began: later ones may be intact."""
     world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
     world.at.append((3, lambda: write_cuts(record.run, 100, 200)))
     world.exits(4, middle=-9)
@@ -514,7 +514,9 @@ def test_logs_of_many_starts_are_not_kept(
 
     def start(process: FakeProcess) -> None:
         name, attempt = process.worker.module, process.worker.attempt
-        record.run.log(name, attempt).touch()
+        log = record.run.log(name, attempt)
+        log.touch()
+        log.with_name(f"{log.name}.1").touch()  # what it held before it was emptied
         begun(world, name)
         if name == "middle":
             world.exits(world.now + 1, middle=-9 if attempt < 40 else 0)
@@ -524,6 +526,7 @@ def test_logs_of_many_starts_are_not_kept(
     supervise(limit=1000, backoff_s=0, backoff_max_s=0).run()
     kept = [number for number in range(1, 41) if record.run.log("middle", number).exists()]
     assert kept == [1, *range(21, 41)]
+    assert len([*record.run.log("middle", 1).parent.glob("middle.*.log.1")]) == len(kept)
 
 
 def test_an_exit_code_of_0_is_not_believed(
