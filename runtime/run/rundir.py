@@ -81,7 +81,7 @@ class RunDir:
     checkpoints = _File("checkpoints")
     best = _File("checkpoints/best.json")  # which is the best, if the chain selects one
     snapshot = _Files("snapshots/{}.safetensors")  # a module's own newest state, for its restart
-    # The batch that a restarted worker is computing, which it may die of, and how often it began.
+    # What a restarted worker computes, or has died of: batches, and how often each was begun.
     trying = _Files("snapshots/{}.trying")
     ledger = _Files("ledger/{}.json")  # what a module has processed, over all its attempts
     marks = _Files("ledger/{}.marks.jsonl")  # requested markers that the head has inserted

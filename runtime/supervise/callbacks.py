@@ -122,7 +122,8 @@ class Callbacks:
                 newest = {"time": max(line.time, told.time), "step": max(line.step, told.step)}
                 self._told = told.model_copy(update=newest)
                 self._call(methodcaller("on_evaluation", line))
-        for cut in complete_cuts(self._run, self._modules):
+        before = range(self._told.cut + 1)  # these are not read again
+        for cut in complete_cuts(self._run, self._modules, before):
             if cut > self._told.cut:
                 self._told = self._told.model_copy(update={"cut": cut})
                 folder = self._run.checkpoint(cut, "x").parent

@@ -25,6 +25,7 @@ class Action(Enum):
 
     NOTHING = "wait for the others"
     MOVE = "start it on another node, at once"
+    RESTART_ALL = "restart all modules, at once"
     RESTART_NOW = "restart it, at once"
     FALL_BACK = "restart all modules from an older checkpoint"
     RESTART = "restart it, or all modules with it, after a pause"
@@ -42,6 +43,7 @@ class Exit:
     lost: bool = False  # with its node
     killed: bool = False  # by the supervisor
     asked: bool = False  # it left because a restart was requested
+    torn: bool = False  # the others cannot go on with what it has saved
     due: bool = False  # a restart of all modules is scheduled
     older_cut: bool = False  # there may be an older checkpoint to start from
     may_restart: bool = False  # the rules allow it (``plan/plan.py``)
@@ -67,6 +69,7 @@ def decide(worker: Exit, *, stopping: bool) -> Action:
     rules = (
         (worker.due, Action.NOTHING),
         (goes_on and worker.lost, Action.MOVE),
+        (goes_on and worker.asked and ending != "finished" and worker.torn, Action.RESTART_ALL),
         (goes_on and worker.asked and ending != "finished", Action.RESTART_NOW),
         (goes_on and damaged and worker.older_cut, Action.FALL_BACK),
         (goes_on and ending == "failed" and may_restart, Action.RESTART),

@@ -118,8 +118,19 @@ def bound_log(path: Path) -> None:
     """Limit the size of a worker's log, to which its process continues to append."""
     with contextlib.suppress(OSError):
         if path.stat().st_size >= LOG_BYTES:
-            shutil.copy2(path, path.with_name(f"{path.name}.1"))
+            shutil.copy2(path, _before(path))
             os.truncate(path, 0)
+
+
+def remove_log(path: Path) -> None:
+    """Remove a worker's log, with what it held before it was emptied."""
+    for file in (path, _before(path)):
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
+def _before(log: Path) -> Path:
+    return log.with_name(f"{log.name}.1")
 
 
 def how_it_ended(name: str, module: ModuleState, error: str | None = None) -> str:

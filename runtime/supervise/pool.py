@@ -5,7 +5,6 @@ It is one file because it is one class: the processes, and what is known of each
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,7 @@ from dni_runtime.run.documents.state import process_birth, shell_status
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.schedulers.processes import Process, Starter
 from dni_runtime.spec.named import takes_part
-from dni_runtime.supervise.journal import Journal, how_it_ended
+from dni_runtime.supervise.journal import Journal, how_it_ended, remove_log
 
 TICK_S = 0.2
 
@@ -190,8 +189,7 @@ class WorkerPool:
         worker, module = self.workers[name], self._modules[name]
         self.workers[name] = plan
         if worker.attempt >= LOGS + 1:
-            with contextlib.suppress(OSError):
-                self._run.log(name, worker.attempt - LOGS + 1).unlink()
+            remove_log(self._run.log(name, worker.attempt - LOGS + 1))
         self._forget(name)
         self.due[name] = self._clock() + delay_s
         module.state = "restarting"
@@ -242,11 +240,13 @@ class WorkerPool:
 
     def fall_back(self, name: str) -> None:
         """Restart all modules at an older cut, because one module's part is damaged."""
-        begun_at = self.workers[name].resume
+        worker = self.workers[name]
         problem = Report.read(self._run.worker(name)).error
         problem = problem or how_it_ended(name, self._modules[name])
         self._journal.damaged(problem)
-        below = int(begun_at) if begun_at.isdecimal() else None
+        # One that was restarted alone has read its own states, which may be of other cuts.
+        began = worker.attempt == worker.first and worker.resume.isdecimal()
+        below = int(worker.resume) if began else None
         self.restart_all(0.0, problem, below=below)
 
     def _newest_cut(self, below: int | None) -> int:

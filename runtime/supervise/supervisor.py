@@ -23,7 +23,7 @@ from dni_runtime.errors import (
     UnansweredError,
 )
 from dni_runtime.plan.plan import Backoff, LaunchPlan
-from dni_runtime.run.cuts import NOT_OVER, is_over, remove_temporaries
+from dni_runtime.run.cuts import NOT_OVER, document_file, is_over, remove_temporaries
 from dni_runtime.run.documents.reports import Report
 from dni_runtime.run.documents.requests import Stop
 from dni_runtime.run.documents.state import COMING, ModuleState, RunState
@@ -279,6 +279,7 @@ class Supervisor:
             lost=node is not None,
             killed=name in pool.killed,
             asked=pool.has_left(name),
+            torn=self._plan.restart.scope == "chain" and not self._left_at_cut(name, code, report),
             due=name in pool.due,
             older_cut=pool.may_fall_back(name),
             may_restart=self._backoff[name].allows(self._plan.restart, code, self._clock()),
@@ -308,6 +309,8 @@ class Supervisor:
             case Action.MOVE:
                 self._backoff[name] = Backoff()
                 self._restart(name, 0.0, f"node {node} is lost")
+            case Action.RESTART_ALL:
+                self._restart_all(0.0, "'dnictl restart' was called")
             case Action.RESTART_NOW:
                 pool.restart(name, 0.0, "'dnictl restart' was called")
             case Action.FALL_BACK:
@@ -410,6 +413,11 @@ class Supervisor:
         stopped = self.state.modules[name].exit_code == StoppedError.exit_code
         others = self._stopping and bool(self._pool.processes)
         return (stopped and others) or self._complete(name)
+
+    def _left_at_cut(self, name: str, code: int, report: Report) -> bool:
+        """Whether a worker has stopped at a checkpoint: then nothing is lost with it."""
+        part = self._run.checkpoint(report.id, name)
+        return code == StoppedError.exit_code and document_file(part).exists()
 
     def _complete(self, name: str) -> bool:
         """Whether a worker that has exited reported that it had finished."""

@@ -80,6 +80,7 @@ class Exchange:
         inputs: list[InputLink],  # the first replica's, from the others
         done: int,  # markers up to this id are behind the replica
         gone: Callable[[str], bool],  # whether another replica has finished and sends nothing more
+        restarted: bool = False,  # this replica alone
     ) -> None:
         self.inputs = inputs
         # another replica's link to the first one; None for the first
@@ -90,7 +91,8 @@ class Exchange:
         self._done = done
         self._gone = gone
         self._at: Sync | None = None
-        self._lost = False  # whether the newest answer is
+        # Whether the first replica may not have the weights that this one took last.
+        self._unlike = restarted
 
     @property
     def links(self) -> tuple[InputLink | OutputLink, ...]:
@@ -113,7 +115,7 @@ class Exchange:
         """Begin to share at a marker; :meth:`done` says when that is over."""
         self._at = sync_at(marker)
         if self.output is not None and self.output.drained < marker.id and self.output.room:
-            self._send(self.output, marker, self._shared.offer(self._at, whole=self._lost))
+            self._send(self.output, marker, self._shared.offer(self._at, whole=self._unlike))
 
     def _send(self, output: OutputLink, marker: Marker, offer: ReplicaMessage) -> None:
         words = self._counted(offer)
@@ -135,13 +137,11 @@ class Exchange:
                 continue
             if isinstance(event, Gradient) and at is not None and event.id == at.id:
                 answer = self._read(self.output, event.g)
-                self._lost = answer is None
-                if answer is not None:
-                    self._shared.take(answer)
+                self._unlike = answer is None or not self._shared.take(answer)
                 over = True
         if at is not None and not over and self.output.drained >= at.id:
             log.warning("the replicas' answer at %d is lost: going on without it", at.id)
-            self._lost = over = True
+            self._unlike = over = True
         return over
 
     def _gathered(self) -> bool:
@@ -265,11 +265,11 @@ class Pushes(Exchange):
         at = self._at
         if at is None or not self._all_sent(at):
             return
-        for link, id in self._waiting.items():
-            self._answer(link, id)
+        # After a restart of this one others may wait at a later point.
+        for link in [link for link, id in self._waiting.items() if id <= at.id]:
+            self._answer(link, self._waiting.pop(link))
         for link in self.inputs:
             link.send_drained(at.id)
-        self._waiting.clear()
         self._done, self._at = at.id, None
 
     def _answer(self, link: InputLink, id: int) -> None:

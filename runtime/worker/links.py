@@ -63,6 +63,7 @@ class WorkerLinks:
             sockets=options.ipc,
             # attempts are counted for all workers together only by a supervisor
             since=0 if options.by_rank else options.first or 0,
+            keys=attempt.keys,
         )
         self._listening: list[tuple[InputLink, EdgeSpec]] = []
         self.input: Join | None = None  # None for the head

@@ -209,6 +209,7 @@ class Worker:
                 inputs=self._links.inputs(beside, beside.sources),
                 done=self._start.cut,
                 gone=self._links.neighbours.gone_for_good,
+                restarted=self._start.restarted,
             )
         self._links.share_by(exchange, beside)
 

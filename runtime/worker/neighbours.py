@@ -86,7 +86,9 @@ class Neighbours:
         stop: Callable[[], bool],
         sockets: str = "",  # folder of the run's ipc sockets, as this process sees it
         since: int = 0,  # first attempt of this start: endpoints of earlier ones may lack links
+        keys: Keyring | None = None,
     ) -> None:
+        self._keys, self._mistrusted = keys, dict[str, bytes]()
         self._since, self._sockets = since, sockets
         self._spec = spec
         self._run = run
@@ -233,10 +235,28 @@ class Neighbours:
         address = record.further.get(str(output.number), record.address)
         if address is None or record.attempt < self._since:
             return None, None
+        key = None if record.public_key is None else record.public_key.encode()
+        if key is not None and not self._trusts(output.target, key):
+            return None, None
         address = self._as_seen_here(address)
         check_reachable(address, record)
         self._attempts[output.number] = record.attempt
-        return address, None if record.public_key is None else record.public_key.encode()
+        return address, key
+
+    def _trusts(self, target: str, key: bytes) -> bool:
+        """Whether a record's key is the one in the keyring, if that has one.
+
+        Other modules can write records; a shared file system may show one of both late.
+        """
+        known = None if self._keys is None else self._keys.public(target)
+        if known in (None, key):
+            return True
+        if self._mistrusted.get(target) != key:
+            self._mistrusted[target] = key
+            log.warning(
+                "the endpoint record of %s is not used: its key is not the module's", target
+            )
+        return False
 
     def _as_seen_here(self, address: str) -> str:
         """Return the address of a socket whose folder has another path in a container, or here."""

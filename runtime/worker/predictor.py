@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _NOTED = 100
 _DEATHS = 2
+_SUSPECTS = 16
 _LOG_S = 1.0
 
 WHOLE = 1
@@ -51,34 +52,36 @@ WHOLE = 1
 
 
 class Suspicion:
-    """Which batch may kill the worker: it is noted for a while after a restart.
+    """Which batches may kill the worker: they are noted for a while after a restart.
 
-    A batch of which two restarted workers have died is not computed a third time.
+    A batch of which two restarted workers have died is not computed a third time. Another one may
+    come first each time, by another link, so those that killed a worker before stay noted.
     """
 
     def __init__(self, file: Path, *, restarted: bool) -> None:
         self._file = file
         self._left = _NOTED if restarted else 0
-        self._id, self._times = 0, 0
+        self._id, self._times = 0, dict[int, int]()  # the newest one; how often each has begun
         if restarted:
             with contextlib.suppress(OSError, ValueError):
-                self._id, self._times = map(int, file.read_text().split())
+                numbers = [int(word) for word in file.read_text().split()]
+                self._times = dict(zip(numbers[::2], numbers[1::2], strict=True))
 
     def clears(self, id: int) -> bool:
         """Note that a batch is about to be computed; return whether it may be."""
         if self._left == 0:
             return True
         self._left -= 1
-        self._times = self._times + 1 if id == self._id else 1
-        self._id = id
-        if self._times > _DEATHS:
-            return False
+        self._times.pop(self._id, None)  # the worker has outlived it
+        self._id = id if (times := self._times.pop(id, 0)) < _DEATHS else 0
+        suspects = [*self._times.items(), (id, min(times + 1, _DEATHS))][-_SUSPECTS:]
+        self._times = dict(suspects)
         with contextlib.suppress(OSError):  # then it may kill once more
             if self._left:
-                self._file.write_text(f"{id} {self._times}")
+                self._file.write_text("\n".join(f"{one} {times}" for one, times in suspects))
             else:
                 self._file.unlink()
-        return True
+        return self._id == id
 
 
 @dataclass

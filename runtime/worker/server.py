@@ -49,6 +49,10 @@ END_EARLY = "end"
 FLUSH_SLICE_S = 0.5
 """Seconds between checks of the neighbours while waiting for downstream's acknowledgements."""
 
+RESTART_S = 15.0
+"""Seconds in which a supervisor says that a neighbour, which says that it has failed, is restarted:
+its process must have ended, with a GPU or in a container."""
+
 FAREWELL_S = 5.0
 """Longest wait until the module upstream has received the last acknowledgement."""
 
@@ -178,20 +182,20 @@ class ModuleServer:
 
     def _flush(self, output: Fanout, left_s: float) -> None:
         """Wait until downstream has acknowledged all; at the run's end, also for its restart."""
-        end_s, left = time.monotonic() + left_s, list(output.links)
+        end_s, remained_s, left = time.monotonic() + left_s, 0.0, list(output.links)
         slice_s = min(FLUSH_SLICE_S, left_s) / max(len(left), 1)
         while left := [link for link in left if not link.finish(slice_s)]:  # each gets its turn
             self._metrics.report.check()
+            over = self._stage is Stage.FINISHED and not self._stop()
             if self._exchange is not None:
                 self._exchange.greet()  # downstream may wait for a replica that still starts
             if self._neighbours is not None:
                 for link in left:
                     self._neighbours.look(link)
                 gone = [link.target for link in left if link.lost]
-                over = self._stage is Stage.FINISHED and not self._stop()
                 if over and all(map(self._neighbours.remains, gone)):
-                    continue
-            if time.monotonic() >= end_s:
+                    remained_s = time.monotonic()
+            if time.monotonic() >= (max(end_s, remained_s + RESTART_S) if over else end_s):
                 log.warning(
                     "not everything was acknowledged by %s", ", ".join(link.target for link in left)
                 )

@@ -20,18 +20,20 @@ from dni_runtime.errors import DataError
 from dni_runtime.files import read_json
 from dni_runtime.link import Batch, InputLink, Marker, OutputLink
 from dni_runtime.resolve.resolve import worker_specs
+from dni_runtime.run.documents.reports import Endpoint, Report, WorkerPhase
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import TailRole, parse_chain
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker import report
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
+from dni_runtime.worker.neighbours import Neighbours
 from dni_runtime.worker.resume import begin
 from dni_runtime.worker.server import Stage
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.stream import Item, Stream
+from dni_runtime.worker.stream import Item, Position, Stream
 from tests.conftest import MakeSpec
-from tests.integration.served import worker_of
+from tests.integration.served import Listed, worker_of
 from tests.lines import read_lines
 from tests.specs import linear
 
@@ -202,6 +204,59 @@ def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(run: 
             serving.join(30)
     assert outcomes == [Stage.FINISHED]
     assert worker.step.counters.given_up == had
+
+
+def test_one_that_dies_long_after_the_end_was_sent_gets_it_again(run: RunDir) -> None:
+    """For a moment it has failed by its own report, and its supervisor does not restart it yet."""
+    chain = parse_chain(LATE)
+    chain = chain.model_copy(update={"stop_grace_s": 0.1})
+    spec, below = worker_specs(chain, describe(chain.data, Path()))
+    reports = Neighbours(spec, run, address=None, restarted=False, stop=lambda: False)
+
+    def says(attempt: int, state: WorkerPhase) -> None:
+        Report(attempt=attempt, state=state).write(run.worker(below.module))
+
+    def until_end(input: InputLink) -> None:
+        input.wait_for_peer(10)
+        until_s = time.monotonic() + 10
+        while not (isinstance(item := input.receive(), Marker) and Mark.END in item.mark):
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
+
+    outcomes: list[Stage] = []
+    items = [Item(1, Position(), mark=Mark.END)]
+    with worker_of(run, spec) as worker, closing(OutputLink(spec, run="run")) as output:
+
+        def serve() -> None:
+            reports.connect(output)
+            stream = Listed(items)
+            server = worker.server(stream=stream, output=Fanout([[output]]), neighbours=reports)
+            outcomes.append(server.serve())
+
+        serving = threading.Thread(target=serve)
+        with closing(InputLink(below, run="run")) as input:
+            address = input.bind(f"ipc://{run.root}/1.sock")
+            Endpoint(module=below.module, address=address, attempt=1).write(run.endpoint("b"))
+            says(1, "running")
+            serving.start()
+            until_end(input)
+            serving.join(1)  # much longer than it may take to stop
+            assert serving.is_alive()
+            says(1, "failed")
+        try:
+            serving.join(1)
+            with closing(InputLink(below, run="run", restarted=True)) as again:
+                address = again.bind(f"ipc://{run.root}/2.sock")
+                Endpoint(module=below.module, address=address, attempt=2).write(run.endpoint("b"))
+                says(2, "running")
+                until_end(again)
+                again.ack(1)
+                assert again.finish(10)
+                serving.join(10)
+        finally:
+            worker.stop._handle(signal.SIGTERM, None)
+            serving.join(30)
+    assert outcomes == [Stage.FINISHED]
 
 
 FULL = """\

@@ -5,6 +5,7 @@ Shapes: P trained parameters, R numbers in a row.
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ from dni_runtime.core.replication.compression import (
 from dni_runtime.core.replication.strategies import ParameterServer, build_strategy
 from dni_runtime.core.training import real, split_like
 from dni_runtime.errors import SpecError, WireError
+
+log = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<IId")
 HEADER_WORDS = _HEADER.size // 4
@@ -135,6 +138,7 @@ class SharedWeights:
         spec, row = self._module.spec, self.row()
         assert spec.strategy is not None
         self.samples = 0  # that the replica was trained on since it took the last result
+        self._proven = False  # whether this process has taken one
         self.strategy = build_strategy(spec.strategy, row[: self._learnt])
         self.strategy.attach(spec, self._optimization)
         self.differences: Differences | None = None
@@ -173,7 +177,10 @@ class SharedWeights:
         return ReplicaMessage.read(words, self.size, compression)
 
     def offer(self, sync: Sync, *, whole: bool = False) -> ReplicaMessage:
-        """Return this replica's contribution at a point; ``whole``: not compressed."""
+        """Return this replica's contribution at a point; ``whole``: not compressed.
+
+        At a full point it is whole anyway, so that the first replica can always read it.
+        """
         local, differences, weight = (
             self.row(),
             self.differences,
@@ -185,7 +192,7 @@ class SharedWeights:
             return ReplicaMessage(tag=tag, asks=self.strategy.asks)
         packed_P = None
         if differences is not None and self._module.spec.replica > 1:  # the first's goes nowhere
-            if whole:
+            if whole or sync.full:
                 offered_P = differences.whole(offered_P)
             else:
                 near_P, feedback = self.strategy.base(differences.base), self.strategy.feedback
@@ -198,9 +205,22 @@ class SharedWeights:
     def agree(self, sync: Sync, offers: Mapping[Any, ReplicaMessage]) -> dict[Any, ReplicaMessage]:
         """Make of all offers what all go on with, and take it; return the answer to each offer.
 
-        This is for the first replica, which adds its own offer to those of the others.
+        This is for the first replica, which adds its own offer to those of the others. If it was
+        restarted, the others may have gone on to a base that it lacks. Then all keep what they have
+        learnt, and offer it whole at the next point.
         """
-        local, differences = self.offer(sync), self.differences
+        differences = self.differences
+        tag = 0 if differences is None else differences.tag
+        unread = sum(one.packed is not None and one.tag != tag for one in offers.values())
+        if unread:
+            log.warning(
+                "at %d the differences of %d replicas are from other weights than those here: %s",
+                sync.id, unread, "they are left out" if self._proven else "all keep their own",
+            )  # fmt: skip
+            if not self._proven:
+                self.strategy.asked = True
+                return {who: ReplicaMessage(tag=tag, asks=True) for who in offers}
+        local = self.offer(sync)
         if not self.strategy.common:
             return self._pass_on(local, offers)
         asks, rows = local.asks or any(offer.asks for offer in offers.values()), []
@@ -213,7 +233,7 @@ class SharedWeights:
                 rows.append((row, offer.weight))
         if not rows:
             self.strategy.asked = asks
-            return {who: ReplicaMessage(asks=asks) for who in offers}
+            return {who: ReplicaMessage(tag=tag, asks=asks) for who in offers}
         weights = [weight for _, weight in rows]
         agreed = self._agreed(mean_of([row for row, _ in rows], weights), moved=any(weights))
         packed = None
@@ -277,14 +297,16 @@ class SharedWeights:
             self._changed()
             strategy.applied_N[replica] = id
 
-    def take(self, answer: ReplicaMessage) -> None:
+    def take(self, answer: ReplicaMessage) -> bool:
+        """Take the first replica's answer; return whether it can read differences from here."""
         self.strategy.asked = answer.asks
         row = answer.row
         if row is None:
-            return
+            return self.differences is None or answer.tag == self.differences.tag
         if answer.packed is not None and self.differences is not None:
             row = self._moved(row, self.differences.base)
         self._take(row)
+        return True
 
     def pull(self, xs: tuple[Tensor, ...], h_BH: Tensor) -> Tensor | None:
         """Return what the strategy adds to the error signal of a batch, per sample."""
@@ -307,6 +329,7 @@ class SharedWeights:
         rest = (agreed if self.strategy.common else local)[self._learnt :]
         self._put(torch.cat([self.strategy.take(local[: self._learnt], agreed_P), rest]))
         self.samples = 0
+        self._proven = True
         self.strategy.asked = False
         self._changed()
         if self.differences is not None:

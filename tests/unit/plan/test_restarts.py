@@ -346,6 +346,29 @@ def test_a_damaged_part_sends_all_to_the_cut_before(
     assert damaged["reason"] == "middle's part is damaged"
 
 
+def test_one_that_cannot_read_its_own_states_sends_all_to_the_newest_cut(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    """Those need not be of the cut at which the chain began: later ones may be intact."""
+    world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
+    world.at.append((3, lambda: write_cuts(record.run, 100, 200)))
+    world.exits(4, middle=-9)
+
+    def cannot_read() -> None:
+        report = {"attempt": 2, "state": "failed", "error": "an error of the disk"}
+        write_json(record.run.worker("middle"), report)
+        world.end("middle", 72)
+
+    world.at.append((8, cannot_read))
+    finish(world, 20)
+    assert supervise().run().phase == "finished"
+    assert attempts(record, "middle") == [1, 2, 3]
+    assert attempts(record, "top") == attempts(record, "bottom") == [1, 3]
+    assert {process.worker.resume for process in world.processes.values()} == {"200"}
+    (damaged,) = [event for event in events(record) if event["event"] == "checkpoint_damaged"]
+    assert damaged["reason"] == "an error of the disk"
+
+
 def test_a_run_without_a_whole_checkpoint_fails(
     world: World, supervise: MakeSupervisor, record: Record
 ) -> None:
@@ -416,6 +439,47 @@ def test_a_module_that_does_not_leave_for_its_restart(
     assert killed["module"] == "middle"
 
 
+@pytest.mark.parametrize(
+    ("position", "restarted"), [(100, ["middle"]), (101, ["bottom", "middle", "top"])]
+)
+def test_of_an_exact_chain_one_module_restarts_alone_only_where_it_has_saved(
+    world: World,
+    supervise: MakeSupervisor,
+    record: Record,
+    position: int,
+    restarted: list[str],
+) -> None:
+    """Without a marker in time it leaves as well, but what it had after that is lost with it."""
+
+    def leave(process: FakeProcess) -> None:
+        write_cuts(record.run, 100)
+        report = {"attempt": 1, "state": "stopped", "id": position}
+        write_json(record.run.worker("middle"), report)
+        world.end("middle", 75)
+
+    world.on_stop = {"middle": leave}
+    world.at.append((4.0, lambda: write_json(record.run.restart_request("middle"), {})))
+    finish(world, 20)
+    assert supervise(scope="chain").run().phase == "finished"
+    for name in ("bottom", "middle", "top"):
+        assert attempts(record, name) == ([1, 2] if name in restarted else [1])
+    assert world.processes["middle"].worker.resume == ("0" if len(restarted) == 1 else "100")
+
+
+def test_of_an_exact_chain_all_modules_restart_with_one_that_does_not_leave(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    write_cuts(record.run, 100)
+    world.on_stop = {"middle": stubborn}
+    world.at.append((1.0, lambda: write_cuts(record.run, 200)))
+    world.at.append((4.0, lambda: write_json(record.run.restart_request("middle"), {})))
+    finish(world, 80)
+    assert supervise(scope="chain").run().phase == "finished"
+    for name in ("bottom", "middle", "top"):
+        assert attempts(record, name) == [1, 2]
+        assert world.processes[name].worker.resume == "200"
+
+
 def test_a_wish_is_forgotten_when_the_whole_chain_is_started_again(
     world: World, supervise: MakeSupervisor, record: Record
 ) -> None:
@@ -450,7 +514,9 @@ def test_logs_of_many_starts_are_not_kept(
 
     def start(process: FakeProcess) -> None:
         name, attempt = process.worker.module, process.worker.attempt
-        record.run.log(name, attempt).touch()
+        log = record.run.log(name, attempt)
+        log.touch()
+        log.with_name(f"{log.name}.1").touch()  # what it held before it was emptied
         begun(world, name)
         if name == "middle":
             world.exits(world.now + 1, middle=-9 if attempt < 40 else 0)
@@ -460,6 +526,7 @@ def test_logs_of_many_starts_are_not_kept(
     supervise(limit=1000, backoff_s=0, backoff_max_s=0).run()
     kept = [number for number in range(1, 41) if record.run.log("middle", number).exists()]
     assert kept == [1, *range(21, 41)]
+    assert len([*record.run.log("middle", 1).parent.glob("middle.*.log.1")]) == len(kept)
 
 
 def test_an_exit_code_of_0_is_not_believed(

@@ -14,6 +14,7 @@ import pytest
 from dni_runtime.errors import EncryptionError, UnavailableError
 from dni_runtime.files import peek_json, write_json
 from dni_runtime.run.documents.reports import Endpoint, Report
+from dni_runtime.run.keys import KeyPair, Keyring, KnownKeys
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.worker import neighbours
@@ -120,6 +121,7 @@ class World:
         address: str | None = None,
         until_s: float = 1e9,
         since: int = 0,
+        keys: Keyring | None = None,
     ) -> Neighbours:
         made = Neighbours(
             self.spec,
@@ -128,6 +130,7 @@ class World:
             restarted=restarted,
             stop=lambda: self.age_s >= until_s,
             since=since,
+            keys=keys,
         )
         made.callers.append(self)  # type: ignore[arg-type]
         return made
@@ -193,6 +196,30 @@ def test_a_record_that_comes_late(world: World) -> None:
     assert (address, key) == (HERE, KEY)
     assert 20 <= at_s < 21.1
     assert world.greeted > 100
+
+
+def test_a_record_with_another_key_than_the_one_given_is_not_used(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any module can write it; a shared file system may also show one of both late."""
+    keys = KnownKeys(KeyPair.new(), {"tail": KEY})
+    world.answers[HERE] = lambda: None
+    world.record(THERE, public_key="x" * 40)
+    world.at[20.0] = lambda: world.record(HERE, public_key=KEY.decode())
+    connect(world, keys=keys)
+    ((address, key, at_s),) = world.tried
+    assert (address, key) == (HERE, KEY)
+    assert at_s >= 20
+    assert caplog.text.count("the endpoint record of tail is not used") == 1
+    known = world.neighbours(keys=keys)
+    world.lost = True
+    world.record(THERE, public_key="x" * 40, attempt=2)
+    look(world, known)
+    assert not world.moved
+    world.record(THERE, public_key=KEY.decode(), attempt=2)
+    world.now_s += LOOK_S
+    look(world, known)
+    assert world.moved == [(THERE, KEY)]
 
 
 def test_an_address_that_was_given_needs_no_record(world: World) -> None:

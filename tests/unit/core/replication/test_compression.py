@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from dni_runtime.core.replication.shared import ReplicaMessage
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError, WireError
 from dni_runtime.spec import Choice
+from dni_runtime.worker.checkpoint import copy_state, restore
 from tests.replicas import learn, replicas, share, shared
 
 SHAPES = [(40, 30), (7,), (3, 4, 5), ()]
@@ -197,3 +199,57 @@ def test_unknown_compressions_and_options() -> None:
         replicas("local-sgd, compression: zip")
     with pytest.raises(SpecError, match=r"0\.5"):
         replicas("local-sgd, compression: {top-k: {share: 0.6}}")
+
+
+def offered(others: Sequence[ModuleStep], sync: Sync, whole: bool) -> dict[Any, ReplicaMessage]:
+    return {one: shared(one).offer(sync, whole=whole) for one in others}
+
+
+@pytest.mark.parametrize(
+    "strategy", ["local-sgd", "diloco", "admm", "federated", "dynamic", "all-reduce"]
+)
+@pytest.mark.parametrize("full", [False, True])
+def test_what_all_have_learnt_outlives_a_restart_of_the_first(strategy: str, full: bool) -> None:
+    """It is back at a base that the others have left: their differences tell it nothing."""
+    draw = torch.Generator().manual_seed(1)
+    truth = torch.randn(8, 6, generator=draw)
+
+    def train(who: Sequence[ModuleStep], id: int) -> None:
+        for step in who:
+            for n in range(10):
+                x = torch.randn(16, 8, generator=draw)
+                learn(step, 100 * id + n, x, x @ truth)
+
+    steps = [ModuleStep(spec) for spec in replicas(f"{strategy}, every: 4, compression: int8", 3)]
+    first, *others = steps
+    for id in range(1, 4):
+        train(steps, id)
+        share(steps, id, full=True)
+    kept = copy_state(first)
+    for id in range(4, 7):
+        train(steps, id)
+        share(steps, id, full=True)
+    restore(first, *kept)
+    train(others, 7)
+    had = [shared(one).row() for one in others]
+    sync, whole = Sync(7, full), False
+    if not full:
+        shared(others[0]).strategy.asked = True  # else one that is 'dynamic' offers nothing yet
+        answers = shared(first).agree(sync, offered(others, sync, False))
+        assert all(answer.row is None for answer in answers.values())
+        readable = [shared(one).take(answer) for one, answer in answers.items()]
+        assert readable == [False, False]
+        for one, row in zip(others, had, strict=True):
+            assert torch.equal(shared(one).row(), row)
+        train(steps, 8)
+        sync, whole = Sync(8, True), True
+    offers = offered(others, sync, whole)
+    assert all(offer.packed is None for offer in offers.values())
+    answers = shared(first).agree(sync, offers)
+    assert all(shared(one).take(answer) for one, answer in answers.items())
+    for one in others:
+        assert torch.equal(shared(one).row(), shared(first).row())
+    stale = kept[0]["layers.0.weight"]
+    weight = first.layers.state_dict()["0.weight"]
+    if strategy != "all-reduce":  # its gradients are for the weights of the first one
+        assert (weight - truth.T).norm() < (stale - truth.T).norm() / 2
