@@ -247,6 +247,18 @@ def test_small_batches_cannot_carry_tied_weights(folder: Path) -> None:
         Chain("chain.yaml")
 
 
+@pytest.mark.parametrize("field", ["dtype", "gradient_dtype"])
+def test_one_scale_is_none_for_activations_and_tied_weights(folder: Path, field: str) -> None:
+    split(at=["first"])
+    plain = Path("chain.yaml").read_text()
+    Path("chain.yaml").write_text(f"{plain}links: {{{field}: int8}}\n")
+    with pytest.raises(SpecError, match="of which the small ones would become 0") as caught:
+        Chain("chain.yaml")
+    assert caught.value.path == f"links.{field}"
+    Path("chain.yaml").write_text(f"{plain}links: {{{field}: int8-channel}}\n")
+    Chain("chain.yaml")
+
+
 def test_from_python(folder: Path) -> None:
     sys.path.insert(0, str(folder))
     import words
