@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dni_runtime.core.interfaces import Boundary, default_interface
+from dni_runtime.core.chain import part_sizes
+from dni_runtime.core.interfaces import Boundary, default_interface, resolve_interface
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.errors import SpecError
 from dni_runtime.network.piece import row_width
@@ -141,6 +142,12 @@ class Plan:
         interfaces = self.request.interfaces
         return interfaces[number if len(interfaces) > 1 else 0] if interfaces else None
 
+    @property
+    def _micro_batches(self) -> int:
+        """Parts of each batch; whoever names them does so for all modules."""
+        given = (choice for choice in self.request.interfaces if choice is not None)
+        return max((resolve_interface(one).needs.micro_batches for one in given), default=1)
+
     def _interface_seconds(self, number: int, i: int, j: int) -> float:
         if j == len(self.costs.segments):
             return 0.0
@@ -161,6 +168,7 @@ class Plan:
     def parts(self, ends: Sequence[int]) -> list[NetworkPart]:
         """Describe the modules between some cuts."""
         costs = self.costs
+        rows = min(part_sizes(costs.samples, self._micro_batches))
         cuts = [costs.segments[end - 1].end for end in ends]
         names = [None, *(cut.name for cut in cuts if cut is not None), None]
         sections = [
@@ -195,7 +203,7 @@ class Plan:
             outputs = costs.outputs(i, j) or (self._boundary.prediction,)
             outputs += tuple(
                 TensorSpec(
-                    shape=(row_width(owned[name], costs.samples),),
+                    shape=(row_width(owned[name], rows),),
                     dtype=str(owned[name].dtype).split(".")[-1],
                 )
                 for name in lent[number]
@@ -223,7 +231,7 @@ class Plan:
                     sends=0 if last else costs.samples * bytes_of(outputs),
                     interface=None if last else choice,
                     because=why,
-                    samples=costs.samples,
+                    rows=rows,
                 )
             )
         return parts
