@@ -264,7 +264,10 @@ def _arguments(layer: nn.Module) -> dict[str, Any]:
             value = getattr(layer, name)
             if isinstance(parameter.default, bool) and (value is None or isinstance(value, Tensor)):
                 value = value is not None  # bias=True makes a parameter of that name
-            if value != parameter.default:
+            array = isinstance(value, Tensor | numpy.ndarray)
+            if array and not any(parameter.default is one for one in (None, parameter.empty)):
+                continue  # what is made of the default gets its values, or is refused
+            if array or value != parameter.default:
                 args[name] = _plain(value, f"{cls.__name__}.{name}")
         elif parameter.default is parameter.empty:
             raise SpecError(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ MINE = """\
 import threading
 from fractions import Fraction
 
+import numpy
 import torch
 from torch import nn
 
@@ -60,6 +62,20 @@ class Frozen(nn.BatchNorm1d):
     def forward(self, x):
         self.seen = self.bend(x)
         return self.seen * getattr(self, "factor", 1.0) if hasattr(self, "note") else self.seen
+
+class Grown(nn.Module):
+    def __init__(self, scale=1.0, table=(1, 2), width=3):
+        super().__init__()
+        self.scale, self.width = nn.Parameter(torch.full((width,), scale)), width
+        self.table = numpy.array(table)
+
+    def forward(self, x):
+        return x * self.scale * float(self.table.sum())
+
+class Given(nn.Module):
+    def __init__(self, values):
+        super().__init__()
+        self.values = values
 
 class Forgetful(nn.Linear):
     def __init__(self, width):
@@ -128,6 +144,19 @@ def test_classes_of_a_file(tmp_path: Path, mine: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     with pytest.raises(SpecError, match="it lies in"):
         describe(module.Scale(3), tmp_path / "elsewhere")
+
+
+def test_arguments_of_which_numbers_were_made(tmp_path: Path, mine: str) -> None:
+    """The values are in the state dict; where they are not, those of the default are compared."""
+    module = __import__(mine)
+    described = describe(module.Grown(0.5, width=4), tmp_path)
+    assert described.layers == [{"import": f"{mine}:Grown", "args": {"width": 4}}]
+    assert torch.equal(described.state["0.scale"], torch.full((4,), 0.5))
+    with pytest.raises(SpecError, match="table of '0' is"):
+        describe(module.Grown(table=(1, 3)), tmp_path)
+    for values in (torch.ones(2), numpy.ones(2)):
+        with pytest.raises(SpecError, match=r"values is a .*: a chain file holds numbers, words"):
+            describe(module.Given(values), tmp_path)
 
 
 def test_what_workers_cannot_import(tmp_path: Path) -> None:
