@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
+from torch import nn
 
 from dni_runtime import Chain
-from dni_runtime.errors import DniError, SpecError
+from dni_runtime.errors import DniError, SpecError, UsageError
 from dni_runtime.plan.balancing import balance_chain
 from dni_runtime.plan.splitting import split_chain
 
@@ -77,6 +78,14 @@ def test_what_is_wrong_in_a_file_of_settings_is_told() -> None:
     modules = [{"name": "a", "interface": {"exact": 3}}, {"name": "b"}]
     with pytest.raises(SpecError, match=r"modules\[0\].interface: exact takes keywords"):
         split_chain("nets_of_test:build", Path("a.yaml"), {"data": DIGITS, "modules": modules})
+
+
+def test_one_layer_or_a_list_of_them_is_no_network() -> None:
+    layer = nn.Linear(64, 10)
+    for network in (layer, nn.Sequential(layer), nn.Sequential()):
+        kind = type(network).__name__
+        with pytest.raises(UsageError, match=rf"a layer of torch.*\n.*'def build.* nn.{kind}\("):
+            Chain.split(network, data=DIGITS)
 
 
 def test_better_cuts_by_the_words_that_there_are() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dni_runtime.core.layers import build_layers
+from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.errors import SpecError
 from dni_runtime.resolve.describe import ModuleDescription, describe_modules, import_path
 from dni_runtime.spec import LayerSpec
@@ -109,6 +110,27 @@ def test_layers_of_torch(layer: nn.Module, tmp_path: Path) -> None:
     if isinstance(layer, nn.Embedding | nn.Linear):
         x = torch.ones(2, 4, dtype=torch.int64 if isinstance(layer, nn.Embedding) else None)
         assert torch.equal(built(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"cell": "GRU", "input_size": 4, "hidden_size": 3},
+        {"cell": "LSTM", "input_size": 4, "hidden_size": 3, "num_layers": 2, "dropout": 0.5},
+        {"cell": "RNN", "input_size": 4, "hidden_size": 3, "carry": False},
+    ],
+)
+def test_recurrent_layers(args: dict[str, Any], tmp_path: Path) -> None:
+    layer = Recurrent(**args)
+    described = describe(layer, tmp_path)
+    assert described.layers == [{"Recurrent": args}]
+    built = build_layers([LayerSpec.model_validate(one) for one in described.layers])
+    built.load_state_dict(described.state)
+    x = torch.randn(2, 5, 4)
+    assert torch.equal(built.eval()(x), layer.eval()(x))
+    if args.get("carry", True):
+        with pytest.raises(SpecError, match=r"of '0.synthesizer' is .*, but not there in what"):
+            describe(Recurrent(**args, synthetic=True), tmp_path)
 
 
 def describe(layer: nn.Module, folder: Path) -> ModuleDescription:
