@@ -89,6 +89,18 @@ class Chain:
         )
         from dni_runtime.split.network import named_after
 
+        if not isinstance(modules, Mapping | nn.ModuleDict):
+            raise UsageError(
+                f"a {type(modules).__name__} does not say which layers are a module",
+                hint="give the modules by name, as in {'bottom': nn.Sequential(…), 'top': "
+                "nn.Linear(…)}; Chain.split cuts one network by itself",
+            )
+        for name, module in modules.items():
+            if not isinstance(module, nn.Module):
+                raise UsageError(
+                    f"module {name!r} is a {type(module).__name__}, not an nn.Module",
+                    hint="nn.Sequential(…) makes one module of several layers",
+                )
         path = Path(path)
         folder = path.parent.absolute()
         takes = {
@@ -176,9 +188,14 @@ class Chain:
         folder, state = path.parent.absolute(), None
         if isinstance(network, nn.Module):
             described, state = describe_modules({"network": network}, folder)["network"], network
-            entry = described.layers[0]
-            if len(described.layers) > 1 or "import" not in entry:
-                raise UsageError(f"{type(network).__name__} is a layer of torch, not a network")
+            entry: Any = described.layers[0] if type(network) is not nn.Sequential else ""
+            if "import" not in entry:
+                raise UsageError(
+                    f"{type(network).__name__} is a layer of torch, not a network",
+                    hint="give a function that returns it, as in 'def build(): return "
+                    f"nn.{type(network).__name__}(…)', and weights=FILE for a state dict of yours; "
+                    "or a network of a class of your own",
+                )
             target, args = entry["import"], entry.get("args", {})
         else:
             target = network if isinstance(network, str) else import_path(network, folder)

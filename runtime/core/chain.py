@@ -181,21 +181,28 @@ def activations(
     return outputs
 
 
+def part_sizes(samples: int, count: int) -> list[int]:
+    """Return the sizes of ``count`` parts of a batch, or of as many as it has pairs of samples.
+
+    A last part of one sample, over which BatchNorm cannot normalise, joins the one before.
+    """
+    size = max(-(-samples // count), min(samples, 2 if count > 1 else 1))
+    sizes = [min(size, samples - first) for first in range(0, samples, size or 1)]
+    if count > 1 and len(sizes) > 1 and sizes[-1] == 1:
+        sizes[-2:] = [size + 1]
+    return sizes
+
+
 def parts_of(
     x: Inputs, y_BY: Tensor, count: int, loss: ChainLoss | None = None
 ) -> Iterator[tuple[Part, Inputs, Tensor]]:
-    """Cut a training batch into ``count`` parts, or as many as it has pairs of samples.
+    """Cut a training batch into parts; see :func:`part_sizes`.
 
-    A last part of one sample, over which BatchNorm cannot normalise, joins the one before. ``loss``
-    weighs the parts by their labels; None: somebody else does, who has the labels.
+    ``loss`` weighs the parts by their labels; None: somebody else does, who has the labels.
     """
-    samples = len(y_BY)
-    size = max(-(-samples // count), min(samples, 2 if count > 1 else 1))
-    first = 0
-    while first < samples:
-        end = min(first + size, samples)
-        if count > 1 and samples - end == 1:
-            end = samples
+    first, samples = 0, len(y_BY)
+    for size in part_sizes(samples, count):
+        end = first + size
         some, y = tuple(tensor[first:end] for tensor in as_inputs(x)), y_BY[first:end]
         shares = () if loss is None or count == 1 else loss.shares(y, y_BY)
         yield Part(first, samples, shares), some if isinstance(x, tuple) else some[0], y

@@ -131,6 +131,8 @@ def _proposed(
         links=links,
         batch_size=chain.data.batch_size,
         loss=chain.loss,
+        losses=chain.losses,
+        labelled=chain.data.labels is None,
         interfaces=tuple(chain.setting(number, "interface") for number in count),
         frozen=tuple(bool(module.freeze) for module in chain.modules),
         names=tuple(module.name for module in chain.modules),

@@ -15,7 +15,7 @@ from dni_runtime.errors import SpecError, UsageError, unreadable
 from dni_runtime.network.source import built_once
 from dni_runtime.plan.prepare import CheckedChain, importing_from, prepare
 from dni_runtime.resolve.describe import with_frozen
-from dni_runtime.spec import Choice, DataSpec
+from dni_runtime.spec import ChainSpec, Choice, DataSpec
 from dni_runtime.spec.choices import validated
 from dni_runtime.spec.load import parse_choice, parse_yaml
 from dni_runtime.split.balance import Balance
@@ -64,8 +64,9 @@ def split_chain(
     check_place(path, HEADER, force=force)
     base = path.parent.absolute()
     own = _settings_of_modules(settings, len(at) + 1 if at else modules, interface)
-    data = with_defaults(validated(DataSpec, settings["data"], ("data",)), base)
-    defaults = settings.get("defaults") or {}
+    known = _checked(settings)
+    data = with_defaults(known.data, base)
+    defaults = settings.get("defaults", {})
     if (init := defaults.get("init")) and not (
         isinstance(init, Mapping) and init.get("names") == OF_NETWORK
     ):
@@ -73,20 +74,25 @@ def split_chain(
             "'defaults.init' of the settings would give way to the network's own weights",
             hint="leave it out; --weights names a state dict to start from",
         )
-    chosen = defaults.get("interface") if interface is None else parse_choice(interface)
+    chosen = known.defaults.interface if interface is None else parse_choice(interface)
     interfaces = [chosen]
     if interface is None and any("interface" in module for module in own):
-        interfaces = [module.get("interface", chosen) for module in own[:-1]]
+        interfaces = [
+            validated(Choice, module["interface"], ("modules", number, "interface"))
+            if module.get("interface") is not None
+            else chosen
+            for number, module in enumerate(own[:-1])
+        ]
     request = SplitRequest(
         modules=modules,
         at=tuple(at),
         balance=balance,
         links=links,
         batch_size=data.batch_size,
-        loss=Choice.model_validate(settings.get("loss", "CrossEntropyLoss")),
-        interfaces=tuple(
-            None if choice is None else Choice.model_validate(choice) for choice in interfaces
-        ),
+        loss=known.loss,
+        losses=known.losses,
+        labelled=data.labels is None,
+        interfaces=tuple(interfaces),
     )
     with importing_from(base), built_once():
         info = describe(data, base)
@@ -110,6 +116,13 @@ def split_chain(
         with replacing(path):
             file = write_chain(path, name, spec, network, parts, settings, own)
             return SplitChain(prepare(path), Parts(parts), file)
+
+
+def _checked(settings: Mapping[str, Any]) -> ChainSpec:
+    """Return the settings by which cuts are chosen, as those of a chain without its modules."""
+    keys = {"data", "loss", "losses", "defaults"} & settings.keys()
+    alone = {"name": "alone", "modules": [{"name": "alone", "layers": ["Identity"]}]}
+    return validated(ChainSpec, alone | {key: settings[key] for key in keys}, ())
 
 
 def first_batch(data: DataSpec, base: Path) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dni_runtime.core.chain import part_sizes
 from dni_runtime.core.interfaces import (
     Boundary,
     ResolvedInterface,
@@ -181,12 +182,20 @@ def _check_shared(worker: WorkerSpec, layers: nn.Module) -> None:
 
 
 def _check_ties(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batches: int) -> None:
-    """Refuse batches that are too small for tied weights (``network.piece.BorrowedParameter``)."""
-    smallest = chain.data.batch_size // micro_batches
+    """Refuse what tied weights do not travel with (``network.piece.BorrowedParameter``)."""
+    smallest = min(part_sizes(chain.data.batch_size, micro_batches))
     for worker in workers:
         for number, layer in enumerate(worker.layers):
             if layer.type != "Piece" or not layer.args.get("lends"):
                 continue
+            for field in ("dtype", "gradient_dtype"):
+                if getattr(chain.links, field) == "int8":
+                    raise SpecError(
+                        f"'int8' has one scale for the output of {worker.module!r} and the tied "
+                        "weights beside it, of which the small ones would become 0",
+                        location=("links", field),
+                        hint="'int8-channel' has one for each number of a sample, 'bfloat16' none",
+                    )
             rows = layer.args.get("rows", 1)
             if rows > smallest or not chain.data.drop_last:
                 raise SpecError(

@@ -12,8 +12,8 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import numpy
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dni_runtime.core.layers import LAYERS, build_layers
+from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.errors import SpecError
 from dni_runtime.resolve.facts import attributes_of, facts_of, tensors_of
 from dni_runtime.resolve.interactive import MAIN, written_out
@@ -227,6 +228,12 @@ def describe_settings(
     settings: Mapping[str, Any], folder: Path, location: Location = ()
 ) -> dict[str, Any]:
     """Return keys of a chain as a file has them, with import paths of classes and functions."""
+    if not isinstance(settings, Mapping):
+        raise SpecError(
+            f"{settings!r} is a {type(settings).__name__}, not a mapping",
+            location=location,
+            hint="{'dataset': 'mnist', 'batch_size': 128}, say",
+        )
 
     def written(value: Any, key: str) -> Any:
         if isinstance(value, Mapping):
@@ -253,18 +260,24 @@ def describe_settings(
 
 
 def _arguments(layer: nn.Module) -> dict[str, Any]:
-    cls, args = type(layer), {}
+    cls, args, kept = type(layer), dict[str, Any](), cast("Any", layer)
+    if isinstance(layer, Recurrent):  # most of them are in its cell
+        more = {"cell": type(layer.cell).__name__, "carry": layer.carry, "synthetic": False}
+        kept = SimpleNamespace(**(vars(layer.cell) | more))
     for name, parameter in inspect.signature(cls).parameters.items():
         if name in _ELSEWHERE or parameter.kind in (
             parameter.VAR_POSITIONAL,
             parameter.VAR_KEYWORD,
         ):
             continue
-        if hasattr(layer, name):
-            value = getattr(layer, name)
+        if hasattr(kept, name):
+            value = getattr(kept, name)
             if isinstance(parameter.default, bool) and (value is None or isinstance(value, Tensor)):
                 value = value is not None  # bias=True makes a parameter of that name
-            if value != parameter.default:
+            array = isinstance(value, Tensor | numpy.ndarray)
+            if array and not any(parameter.default is one for one in (None, parameter.empty)):
+                continue  # what is made of the default gets its values, or is refused
+            if array or value != parameter.default:
                 args[name] = _plain(value, f"{cls.__name__}.{name}")
         elif parameter.default is parameter.empty:
             raise SpecError(

@@ -136,7 +136,7 @@ def chain_text(
         piece: dict[str, Any] = {"after": part.after, "until": part.until}
         piece |= {"lends": list(part.lends), "borrows": part.borrows}
         if part.lends or part.borrows:
-            piece["rows"] = parts[0].samples
+            piece["rows"] = part.rows
         piece = {key: value for key, value in piece.items() if value}
         lines.append(f"  - name: {part.name}")
         if part.inputs is not None:

@@ -26,7 +26,7 @@ class NetworkPart:
     sends: int  # bytes of a batch of its outputs
     interface: Choice | None  # None: the last part
     because: str  # ``asked``, ``attention``, ``tied weights``, ``frozen`` or ``default``
-    samples: int  # of the batch that it was measured with
+    rows: int  # samples that tied parameters are spread over: of a batch's smallest part
 
     @property
     def busy_s(self) -> float:

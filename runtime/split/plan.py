@@ -6,18 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
-from dni_runtime.core.interfaces import Boundary, default_interface
-from dni_runtime.core.losses import ChainLoss
-from dni_runtime.errors import SpecError
+from dni_runtime.core.chain import part_sizes
+from dni_runtime.core.interfaces import Boundary, default_interface, resolve_interface
+from dni_runtime.core.losses import ChainLoss, sum_of
+from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.network.piece import row_width
 from dni_runtime.network.program import Program, Section
 from dni_runtime.packing import row_of
 from dni_runtime.resolve.resolve import DEFAULT_OPTIMIZER
-from dni_runtime.spec import Choice, DataInfo, TensorSpec
+from dni_runtime.spec import Choice, DataInfo, LossSpec, TensorSpec
 from dni_runtime.split.balance import Balance, best_cuts
 from dni_runtime.split.costs import Costs, bytes_of, interface_seconds
 from dni_runtime.split.part import NetworkPart
@@ -40,6 +41,8 @@ class SplitRequest:
     links: str = "fast"  # their speed, a key of ``LINKS``
     batch_size: int = 128
     loss: Choice = DEFAULT_LOSS
+    losses: tuple[LossSpec, ...] | None = None  # instead, several
+    labelled: bool = True  # False: labels stay at the last module
     # Of each module, or one for all; empty: chosen for each.
     interfaces: tuple[Choice | None, ...] = ()
     # Whether each module is; then no other layers come to those that are.
@@ -47,6 +50,14 @@ class SplitRequest:
     names: tuple[str, ...] = ()  # of the modules
     threads: int = 1  # of a worker
     repeats: int = 5  # measurements of each time, of which the fastest counts
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("balance", get_args(Balance)), ("links", tuple(LINKS))):
+            if (value := getattr(self, name)) not in allowed:
+                words = ", ".join(map(repr, allowed))
+                raise UsageError(f"{name!r} is {value!r}", hint=f"allowed: {words}")
+        if not isinstance(self.modules, int) or self.modules < 1:
+            raise UsageError(f"'modules' is {self.modules!r}", hint="it is a number, from 1")
 
 
 class Plan:
@@ -67,10 +78,14 @@ class Plan:
         prediction = program.train.sample(last)
         if isinstance(prediction, str):
             raise SpecError(f"{program.spec.target}: the output {prediction}")
-        scores = ChainLoss(request.loss, prediction, info.label, ("loss",)).scores
+        loss, at = request.loss, "loss"
+        if request.losses is not None:
+            loss = sum_of(request.losses, (prediction,), info.labels or (info.label,))
+            at = "losses"
+        scores = ChainLoss(loss, prediction, info.label, (at,)).scores
         classes = scores if info.classes is None else info.classes
         self._boundary = Boundary(
-            prediction, info.label, prediction, classes, request.loss, DEFAULT_OPTIMIZER
+            prediction, info.label, prediction, classes, loss, DEFAULT_OPTIMIZER, request.labelled
         )
         self._interfaces: dict[tuple[str, TensorSpec], float] = {}
 
@@ -135,11 +150,17 @@ class Plan:
             return Choice(name="none"), "frozen"
         # A tied parameter learns by true gradients alone.
         why = "attention" if attends else "tied weights" if lends else "default"
-        return default_interface(attends or lends), why
+        return default_interface(attends or lends, labelled=self.request.labelled), why
 
     def _given(self, number: int) -> Choice | None:
         interfaces = self.request.interfaces
         return interfaces[number if len(interfaces) > 1 else 0] if interfaces else None
+
+    @property
+    def _micro_batches(self) -> int:
+        """Parts of each batch; whoever names them does so for all modules."""
+        given = (choice for choice in self.request.interfaces if choice is not None)
+        return max((resolve_interface(one).needs.micro_batches for one in given), default=1)
 
     def _interface_seconds(self, number: int, i: int, j: int) -> float:
         if j == len(self.costs.segments):
@@ -161,6 +182,7 @@ class Plan:
     def parts(self, ends: Sequence[int]) -> list[NetworkPart]:
         """Describe the modules between some cuts."""
         costs = self.costs
+        rows = min(part_sizes(costs.samples, self._micro_batches))
         cuts = [costs.segments[end - 1].end for end in ends]
         names = [None, *(cut.name for cut in cuts if cut is not None), None]
         sections = [
@@ -195,7 +217,7 @@ class Plan:
             outputs = costs.outputs(i, j) or (self._boundary.prediction,)
             outputs += tuple(
                 TensorSpec(
-                    shape=(row_width(owned[name], costs.samples),),
+                    shape=(row_width(owned[name], rows),),
                     dtype=str(owned[name].dtype).split(".")[-1],
                 )
                 for name in lent[number]
@@ -223,7 +245,7 @@ class Plan:
                     sends=0 if last else costs.samples * bytes_of(outputs),
                     interface=None if last else choice,
                     because=why,
-                    samples=costs.samples,
+                    rows=rows,
                 )
             )
         return parts

@@ -133,9 +133,7 @@ def unchanged(network: nn.Module) -> Iterator[None]:
 
 def _piece(spec: NetworkSpec, network: nn.Module, part: NetworkPart) -> Piece:
     """Build a part as its worker does, with the network's weights."""
-    piece = Piece(
-        spec.to_yaml(), part.after, part.until, part.lends, part.borrows, rows=part.samples
-    )
+    piece = Piece(spec.to_yaml(), part.after, part.until, part.lends, part.borrows, rows=part.rows)
     state, target = network.state_dict(), piece.state_dict()
     for name in target:
         target[name] = state.get(name.removeprefix(WRAPPED), target[name])

@@ -55,7 +55,7 @@ REASONS: dict[str, set[str]] = {
     "'all-reduce' changes gradients of all rows": {"words-sparse", "bag-sparse"},
     "replicas share numbers of 32 bits": {"doubled"},
     "does not keep its argument": {"encoder", "encoder-drops"},
-    "tied weights of .* the smallest training batch": {"unequal batches", "micro-batches"},
+    "tied weights of .* the smallest training batch": {"unequal batches"},
     "has no gradient for module": _CUTS,
     "the output of module '.*' has no gradient": _CUTS,
     "needs other values in eval mode than in train mode": {"noise"},

@@ -199,6 +199,11 @@ class GradientInterface(nn.Module):
         return {}
 
 
+def as_in(part: nn.Module, tensor: Tensor) -> Tensor:
+    """Return a tensor of the module in the type that a part of the interface computes in."""
+    return next((tensor.to(own.dtype) for own in part.parameters()), tensor)
+
+
 Interface = TypeVar("Interface", bound=GradientInterface)
 
 

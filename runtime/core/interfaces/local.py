@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dni_runtime.core.finite import finite
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Needs, Signal
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Needs, Signal, as_in
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.pooling import Grid
 from dni_runtime.core.synthesizers.networks import BatchNorm
@@ -197,7 +197,7 @@ class Local(GradientInterface):
         return Needs(0)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
-        h_BH = h_BH.detach().requires_grad_()
+        dtype, h_BH = h_BH.dtype, as_in(self.head, h_BH.detach()).requires_grad_()
         p_BP = self.head(h_BH)
         loss = self.loss(p_BP, y_BY)
         self._optimizer.zero_grad(set_to_none=True)
@@ -205,13 +205,13 @@ class Local(GradientInterface):
         if not self.checks or finite(loss):
             self._optimizer.step()
         assert h_BH.grad is not None
-        return Signal(h_BH.grad.mul_(len(h_BH)), loss.detach(), p_BP.detach())
+        return Signal(h_BH.grad.mul_(len(h_BH)).to(dtype), loss.detach(), p_BP.detach())
 
     def predict(self, h_BH: Tensor) -> Tensor:
         self.head.eval()
         try:
             with torch.no_grad():
-                p_BP: Tensor = self.head(h_BH)
+                p_BP: Tensor = self.head(as_in(self.head, h_BH))
                 return p_BP
         finally:
             self.head.train()

@@ -16,6 +16,7 @@ from dni_runtime.core.interfaces.base import (
     LateSignal,
     Needs,
     Signal,
+    as_in,
 )
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.synthesizers import build_synthesizer
@@ -72,13 +73,15 @@ class Synthetic(GradientInterface):
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         with torch.no_grad():
-            g_BH = self.synthesizer.predict(h_BH, y_BY)
-            return Signal(g_BH if self.options.scale == 1 else g_BH * self.options.scale)
+            g_BH = self.synthesizer.predict(as_in(self.synthesizer, h_BH), y_BY)
+            g_BH = g_BH if self.options.scale == 1 else g_BH * self.options.scale
+            return Signal(g_BH.to(h_BH.dtype))
 
     def learn(
         self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool
     ) -> LateSignal | None:
         """Train the synthesizer one step on its lesson, if the loss is finite."""
+        h_BH, g_BH = as_in(self.synthesizer, h_BH), as_in(self.synthesizer, g_BH)
         predicted_BH, loss = self.synthesizer.lesson(h_BH, y_BY, g_BH)
         if self.checks and not finite(loss):
             return None

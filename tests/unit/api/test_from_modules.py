@@ -21,7 +21,7 @@ from dni_runtime.api.checkpointed import check_ending
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.layers import load_initial
 from dni_runtime.data import open_data
-from dni_runtime.errors import SpecError, UsageError
+from dni_runtime.errors import DniError, SpecError, UsageError
 from dni_runtime.plan.create import create_run
 
 SETTINGS: dict[str, Any] = {"defaults": {"interface": "exact", "optimizer": {"SGD": {"lr": 0.1}}}}
@@ -184,6 +184,25 @@ def test_a_network_that_is_split_keeps_what_is_frozen(
 
 
 DIGITS = {"dataset": "digits", "batch_size": 64, "flatten": True}
+
+
+@pytest.mark.parametrize(
+    ("modules", "data", "message"),
+    [
+        ([nn.Linear(64, 10)], {}, r"a list does not say which .*\n.*by name, as in"),
+        (nn.Sequential(nn.Linear(64, 10)), {}, r"a Sequential does not say .*\n.*by name"),
+        ({"a": [nn.Linear(64, 10)]}, {}, r"module 'a' is a list, .*\n.*nn.Sequential\(…\) makes"),
+        ({"a": nn.Linear(64, 10)}, "digits", r"data: 'digits' is a str, .*\n.*'dataset'"),
+    ],
+)
+def test_modules_have_names(
+    modules: Any, data: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DniError, match=message):
+        Chain.from_modules(modules, data=data)
+    named: Any = nn.ModuleDict({"a": nn.Linear(64, 32), "b": nn.Linear(32, 10)})
+    assert Chain.from_modules(named, data=DIGITS).modules == ["a", "b"]
 
 
 @pytest.mark.parametrize(

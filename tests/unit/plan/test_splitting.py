@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dni_runtime import Chain
-from dni_runtime.core.chain import inputs_of
+from dni_runtime.core.chain import LocalChain, inputs_of
 from dni_runtime.core.export import connect
 from dni_runtime.core.layers import build_module
 from dni_runtime.errors import DataError, DniError, SpecError, UsageError
@@ -245,6 +245,43 @@ def test_small_batches_cannot_carry_tied_weights(folder: Path) -> None:
     Path("chain.yaml").write_text(text.replace("drop_last: true", "drop_last: false"))
     with pytest.raises(SpecError, match="the smallest training batch may have fewer"):
         Chain("chain.yaml")
+
+
+def test_tied_weights_travel_with_each_part_of_a_batch(folder: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    tokens, y = torch.randint(0, 7, (2, 14, 5), generator=draw)
+    mask = torch.rand(14, 5, generator=draw) < 0.8
+    updated = []
+    for count in (1, 4):
+        defaults = {
+            "interface": {"exact": {"micro_batches": count}},
+            "optimizer": {"SGD": {"lr": 0.5}},
+        }
+        settings = {"data": {**SETTINGS["data"], "batch_size": 14}, "defaults": defaults}
+        taken = split_chain("words:Model", Path("chain.yaml"), settings, at=["first"])
+        with importing_from(folder):
+            chain = LocalChain(taken.prepared.workers)
+        chain.train_batch((tokens, mask), y)
+        updated.append(chain.steps[0].layers.state_dict())
+    for name, value in updated[0].items():
+        torch.testing.assert_close(updated[1][name], value, msg=name)
+    text = Path("chain.yaml").read_text()
+    assert text.count("rows: 2}") == 2  # of parts of 4, 4, 4 and 2 samples
+    Path("chain.yaml").write_text(text.replace("rows: 2}", "rows: 3}"))
+    with pytest.raises(SpecError, match=r"may have fewer\n.*'rows: 2' wherever"):
+        Chain("chain.yaml")
+
+
+@pytest.mark.parametrize("field", ["dtype", "gradient_dtype"])
+def test_one_scale_is_none_for_activations_and_tied_weights(folder: Path, field: str) -> None:
+    split(at=["first"])
+    plain = Path("chain.yaml").read_text()
+    Path("chain.yaml").write_text(f"{plain}links: {{{field}: int8}}\n")
+    with pytest.raises(SpecError, match="of which the small ones would become 0") as caught:
+        Chain("chain.yaml")
+    assert caught.value.path == f"links.{field}"
+    Path("chain.yaml").write_text(f"{plain}links: {{{field}: int8-channel}}\n")
+    Chain("chain.yaml")
 
 
 def test_from_python(folder: Path) -> None:

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 from dni_runtime.core.layers import build_layers
+from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.errors import SpecError
 from dni_runtime.resolve.describe import ModuleDescription, describe_modules, import_path
 from dni_runtime.spec import LayerSpec
@@ -21,6 +23,7 @@ MINE = """\
 import threading
 from fractions import Fraction
 
+import numpy
 import torch
 from torch import nn
 
@@ -61,6 +64,20 @@ class Frozen(nn.BatchNorm1d):
         self.seen = self.bend(x)
         return self.seen * getattr(self, "factor", 1.0) if hasattr(self, "note") else self.seen
 
+class Grown(nn.Module):
+    def __init__(self, scale=1.0, table=(1, 2), width=3):
+        super().__init__()
+        self.scale, self.width = nn.Parameter(torch.full((width,), scale)), width
+        self.table = numpy.array(table)
+
+    def forward(self, x):
+        return x * self.scale * float(self.table.sum())
+
+class Given(nn.Module):
+    def __init__(self, values):
+        super().__init__()
+        self.values = values
+
 class Forgetful(nn.Linear):
     def __init__(self, width):
         super().__init__(width, width)
@@ -93,6 +110,27 @@ def test_layers_of_torch(layer: nn.Module, tmp_path: Path) -> None:
     if isinstance(layer, nn.Embedding | nn.Linear):
         x = torch.ones(2, 4, dtype=torch.int64 if isinstance(layer, nn.Embedding) else None)
         assert torch.equal(built(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"cell": "GRU", "input_size": 4, "hidden_size": 3},
+        {"cell": "LSTM", "input_size": 4, "hidden_size": 3, "num_layers": 2, "dropout": 0.5},
+        {"cell": "RNN", "input_size": 4, "hidden_size": 3, "carry": False},
+    ],
+)
+def test_recurrent_layers(args: dict[str, Any], tmp_path: Path) -> None:
+    layer = Recurrent(**args)
+    described = describe(layer, tmp_path)
+    assert described.layers == [{"Recurrent": args}]
+    built = build_layers([LayerSpec.model_validate(one) for one in described.layers])
+    built.load_state_dict(described.state)
+    x = torch.randn(2, 5, 4)
+    assert torch.equal(built.eval()(x), layer.eval()(x))
+    if args.get("carry", True):
+        with pytest.raises(SpecError, match=r"of '0.synthesizer' is .*, but not there in what"):
+            describe(Recurrent(**args, synthetic=True), tmp_path)
 
 
 def describe(layer: nn.Module, folder: Path) -> ModuleDescription:
@@ -128,6 +166,19 @@ def test_classes_of_a_file(tmp_path: Path, mine: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     with pytest.raises(SpecError, match="it lies in"):
         describe(module.Scale(3), tmp_path / "elsewhere")
+
+
+def test_arguments_of_which_numbers_were_made(tmp_path: Path, mine: str) -> None:
+    """The values are in the state dict; where they are not, those of the default are compared."""
+    module = __import__(mine)
+    described = describe(module.Grown(0.5, width=4), tmp_path)
+    assert described.layers == [{"import": f"{mine}:Grown", "args": {"width": 4}}]
+    assert torch.equal(described.state["0.scale"], torch.full((4,), 0.5))
+    with pytest.raises(SpecError, match="table of '0' is"):
+        describe(module.Grown(table=(1, 3)), tmp_path)
+    for values in (torch.ones(2), numpy.ones(2)):
+        with pytest.raises(SpecError, match=r"values is a .*: a chain file holds numbers, words"):
+            describe(module.Given(values), tmp_path)
 
 
 def test_what_workers_cannot_import(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def part(name: str, seconds: float, interface_s: float) -> NetworkPart:
     return NetworkPart(
         name=name, after=None, until=None, inputs=None, outputs=(), numbers=0, lends=(),
         borrows={}, seconds=seconds, interface_s=interface_s, memory=0.0, sends=0, interface=None,
-        because="default", samples=8,
+        because="default", rows=8,
     )  # fmt: skip
 
 
