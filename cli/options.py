@@ -342,9 +342,9 @@ def new_run(
 
 def site_for(prepared: CheckedChain, settings: StartSettings) -> Site:
     """Check what this host, or a cluster that shares its files, offers a run."""
-    from dni_runtime.plan.host import check_host
+    from dni_runtime.api.planning import site_of
 
-    site = check_host(prepared.written, prepared.workers, settings, prepared.data, prepared.locate)
+    site = site_of(prepared, settings)
     _show_notices(site)
     return site
 

@@ -166,6 +166,7 @@ def _make(
         size_bytes=size_bytes,
         content=plan.content,
         module_hash=plan.module.hash,
+        sources=layers.source_digests(plan.files),
         method=options.method,
         definition_sha256=(
             hashlib.sha256(plan.definition.encode()).hexdigest() if plan.definition else None

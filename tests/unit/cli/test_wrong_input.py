@@ -11,8 +11,10 @@ import torch
 
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, write_lock
+from dni_runtime.plan.prepare import prepare
 from dni_runtime.run.record import Record
 from tests.unit.cli.conftest import Dnictl, Result, WriteChain, ended
+from tests.unit.plan.test_host import write_images
 
 UP = ("up", "chain.yaml", "--backend", "process")
 Change = tuple[str, str]
@@ -334,12 +336,16 @@ def test_apptainer_that_is_missing(
     )
 
 
-def test_an_image_of_another_spec(
-    dnictl: Dnictl, write_chain: WriteChain, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def a_container_program(monkeypatch: pytest.MonkeyPatch) -> None:
     tool = Apptainer(Path("/nowhere/apptainer"), "apptainer", (1, 4, 5))
     monkeypatch.setattr("dni_runtime.image.apptainer.find_apptainer", lambda: tool)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
+
+
+def test_an_image_of_another_spec(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_container_program(monkeypatch)
     images = folder / "images"
     images.mkdir()
     locked = {}
@@ -347,7 +353,7 @@ def test_an_image_of_another_spec(
         (images / f"{name}.sif").write_bytes(b"sif")
         locked[name] = LockedImage(
             image=f"{name}.sif", sha256="0" * 64, size_bytes=3, content="1" * 64,
-            module_hash="2" * 64, method="layer",
+            module_hash="2" * 64, sources={}, method="layer",
         )  # fmt: skip
     base = LockedBase(
         content="2" * 64, sha256="3" * 64, definition_sha256="4" * 64, torch="2.13.0", wheels=[]
@@ -361,6 +367,22 @@ def test_an_image_of_another_spec(
         65,
         ["bottom.sif", "from another spec of module 'bottom'", "222222222222", "dnictl build"],
     )
+
+
+def test_images_of_code_that_was_edited_since(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial would try the new code, and the workers would train the old."""
+    a_container_program(monkeypatch)
+    code = folder / "nets.py"
+    code.write_text("import torch\n\nclass Net(torch.nn.ReLU):\n    pass\n")
+    chain = write_chain(("- ReLU", '- import: "nets:Net"'))
+    checked = prepare(chain)
+    write_images(folder / "images", checked.workers, sources=checked.sources)
+    command = ("up", chain, "--backend", "apptainer", "--dry-run")
+    assert dnictl(*command).code == 0
+    code.write_text(code.read_text().replace("ReLU", "Tanh"))
+    check(dnictl(*command), 65, ["bottom.sif was built from another 'nets.py'", "dnictl build"])
 
 
 def test_an_unknown_command_and_option(dnictl: Dnictl) -> None:

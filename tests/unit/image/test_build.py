@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.errors import BuildError, DataError, ImageError, UnavailableError
-from dni_runtime.image import base, build, check, plan, wheels
+from dni_runtime.image import base, build, check, layers, plan, wheels
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.base import BuildOptions
 from dni_runtime.image.layers import ModuleBuild
@@ -75,6 +75,7 @@ def built(modules: list[ModuleBuild], image: ImageSpec, options: BuildOptions) -
             size_bytes=len(content),
             content=entry.content,
             module_hash=entry.module.hash,
+            sources=layers.source_digests(entry.files),
             method=options.method,
         )
     assert planned.base.content is not None
