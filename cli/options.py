@@ -45,6 +45,12 @@ class OutputFile(click.Path):
         return path
 
 
+def check_new(output: Path, force: bool) -> None:
+    """Refuse to replace a file, which may be one of the user's data, without --force."""
+    if output.is_dir() or (output.exists() and not force):
+        raise UsageError(f"{str(output)!r} already exists", hint="--force replaces a file")
+
+
 click.IntRange.name, click.FloatRange.name = "whole number", "number"  # in messages: no "range"
 PATH, FILE = click.Path(path_type=Path), click.Path(path_type=Path, dir_okay=False)
 THERE = click.Path(path_type=Path, dir_okay=False, exists=True)

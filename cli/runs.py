@@ -161,8 +161,7 @@ def export(
     if folder and (state_dict or force):
         raise UsageError("--folder excludes --state-dict and --force")
     if not folder:
-        if output.is_dir() or (output.exists() and not force):
-            raise UsageError(f"{str(output)!r} already exists", hint="--force replaces a file")
+        options.check_new(output, force)
         check_ending(output, state_dict=state_dict)
     chosen = run.choose_cut(cut, force=force)
     if folder:
