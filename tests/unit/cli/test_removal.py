@@ -131,11 +131,14 @@ def test_what_belongs_to_others_stays(
 def test_the_folder_of_a_chain_file_is_not_removed(
     dnictl: Dnictl, write_chain: WriteChain, folder: Path
 ) -> None:
-    create_run(folder, prepare(write_chain()), backend="process")
-    ended(Record.read(folder), "finished", 0)
-    result = dnictl("rm", folder, "--yes")
+    root = folder / "run"
+    create_run(root, prepare(write_chain()), backend="process")
+    record = Record.read(root)
+    record.model_copy(update={"chain_file": root / "chain.yaml"}).write(record.run.record)
+    ended(record, "finished", 0)
+    result = dnictl("rm", root, "--yes")
     assert "holds 'chain.yaml', which is no run's" in result.err
-    assert (folder / "chain.yaml").exists()
+    assert (root / "chain.yaml").exists()
 
 
 def test_prune_keeps_the_newest_and_all_that_can_go_on(
