@@ -158,6 +158,7 @@ def test_finding_a_run(runs: Path) -> None:
     ("name", "message"),
     [
         ("a", "'a' is the beginning of 2 runs"),
+        ("", "name is empty"),
         ("c", "no run 'c'.*\n.*runs: b-1, a-1, a-2"),
         ("x/y", "'x/y' is not a run directory"),
     ],
