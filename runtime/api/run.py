@@ -572,14 +572,23 @@ def runs_in(folder: Path | str, chain: str | None = None) -> list[tuple[Run, Run
         chain: Only the runs of the chain of this name.
     """
     runs = [Run(record) for record in list_runs(Path(folder)) if chain in (None, record.chain)]
-    return list(zip(runs, read_states([run.directory for run in runs]), strict=True))
+    try:
+        return list(zip(runs, read_states([run.directory for run in runs]), strict=True))
+    except (DataError, OSError):  # of one of them
+        found = []
+        for run in runs:
+            try:
+                found.append((run, run.state()))
+            except (DataError, OSError) as error:
+                _log.warning("run %s is passed over: %s", run.directory.root, error)
+        return found
 
 
 def active_runs(folder: Path | str, chain: str) -> list[str]:
     """What a user should know of the own runs of a chain that are active already."""
     try:
         runs = runs_in(folder, chain)
-    except (DataError, OSError):  # one is damaged
+    except OSError:  # the folder itself
         return []
     return [
         f"another run of this chain is {state.phase}: dnictl stop {run.name}"

@@ -159,6 +159,27 @@ def test_prune_keeps_the_newest_and_all_that_can_go_on(
     assert left == ["r-2", "r-3", "r-5"]
 
 
+def test_a_run_that_cannot_be_read_hides_no_others(
+    dnictl: Dnictl, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Damaged ones, and one that gives an error of the system, as those of others do."""
+    runs = [make(name, "finished").run for name in ("a-1", "a-2", "a-3", "b-1")]
+    runs[0].state.write_text("")
+    runs[1].job.write_text("{}")
+    runs[2].state.unlink()
+    runs[2].state.mkdir()
+    assert [row["run"] for row in dnictl("ps", "--json").json] == ["b-1"]
+    told = caplog.text
+    assert [f"runs/a-{number} is passed over: " in told for number in (1, 2, 3)] == [True] * 3
+    assert dnictl("prune", "--keep", "0", "--dry-run").out == "b-1\n"
+
+
+def test_no_name_is_that_of_the_only_run(dnictl: Dnictl, record: Record) -> None:
+    ended(record, "finished", 0)
+    assert dnictl("rm", "", "--yes").code == 64
+    assert record.run.record.exists()
+
+
 def test_a_run_directory_holds_what_is_known_of_it() -> None:
     run = RunDir(Path("/run"))
     paths = run.record, run.beats("t"), run.container.root, run.log("m", 1), run.checkpoint(1, "m")
