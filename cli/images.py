@@ -13,7 +13,7 @@ import click
 
 from dni_runtime.errors import DniError, ImageError
 from dnictl import options
-from dnictl.terminal import answered, json_wanted, tell
+from dnictl.terminal import answered, json_wanted, say, tell
 
 if TYPE_CHECKING:
     from dni_runtime.image.build import BuildResult
@@ -137,7 +137,7 @@ def verify(images: tuple[Path, ...], out: Path, key: Path | None, signed: bool) 
             text += "signature good" if image.signed else "not signed"
         verdicts.append({"image": str(path), **verdict})
         if not json_wanted():
-            click.echo(f"{path}: {text}")
+            say(f"{path}: {text}")
     answered(verdicts)
     if len(errors) == 1 or (errors and not all(isinstance(e, ImageError) for e in errors)):
         raise errors[0]
@@ -166,8 +166,8 @@ def inspect(image: Path) -> None:
 
     width = max(map(len, seen.labels), default=0)
     for name, value in sorted(seen.labels.items()):
-        click.echo(f"{name:{width}}  {value}")
-    click.echo("\n" + yaml.safe_dump(seen.module, sort_keys=False, allow_unicode=True), nl=False)
+        say(f"{name:{width}}  {value}")
+    say("\n" + yaml.safe_dump(seen.module, sort_keys=False, allow_unicode=True).rstrip("\n"))
 
 
 def _show_plan(plan: BuildPlan, out: Path) -> None:

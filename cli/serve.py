@@ -11,7 +11,7 @@ import click
 from dni_runtime.errors import UsageError
 from dnictl import options
 from dnictl.show import console, modules_table
-from dnictl.terminal import answered, noted, printable, tell
+from dnictl.terminal import answered, noted, say, tell
 
 if TYPE_CHECKING:
     from dni_runtime.serving.documents import ServiceState, What
@@ -201,13 +201,13 @@ def _show(state: ServiceState) -> None:
     if answered(state.model_dump(mode="json") | {"alive": state.alive}):
         return
     phase = state.phase if state.alive or state.phase in ("ended", "failed") else "killed"
-    click.echo(f"{state.name}: {phase}" + (f", {state.url}" if state.url else ""))
+    say(f"{state.name}: {phase}" + (f", {state.url}" if state.url else ""))
     for version in state.versions:
         cut = "" if version.cut is None else f", checkpoint {version.cut}"
         share = f", {version.share:g} % of the requests" if version.share else ""
-        click.echo(f"  version {version.name}: {version.state}{share}: {version.source}{cut}")
+        say(f"  version {version.name}: {version.state}{share}: {version.source}{cut}")
         if version.error:
-            click.echo(printable(f"    {version.error}"))
+            say(f"    {version.error}")
         if version.run is not None and version.state in ("ready", "draining"):
             record = Record.read(version.run)
             console().print(modules_table(MetricsReader(record, evaluations=1).read()))

@@ -45,6 +45,12 @@ WorkerName = Annotated[
 ]
 """Of documents that another one may have written: paths are made of it."""
 
+RunName = Annotated[
+    str,
+    matching(r"^([^/.]|\.[^/.]|\.\.[^/])[^/]*$", "the name of a folder"),
+]
+"""The same of a run: its directory's name."""
+
 Words = Annotated[
     tuple[str, ...],
     BeforeValidator(

@@ -99,6 +99,24 @@ def test_a_record_names_no_paths(record: Record, module: str) -> None:
         Record.read(record.run.root)
 
 
+@pytest.mark.parametrize("name", ["/tmp/made", "../made", "..", ".", "", "a/b"])
+def test_a_record_is_not_named_by_a_path(record: Record, name: str) -> None:
+    """TensorBoard's files go into a folder of that name."""
+    document = read_json(record.run.record)
+    assert document is not None
+    write_json(record.run.record, document | {"run": name})
+    with pytest.raises(DataError, match=r"is damaged: run: .* is not the name of a folder"):
+        Record.read(record.run.root)
+
+
+@pytest.mark.parametrize("name", ["a", ".a", "..a", "...", "a.b", "my run", "\u00fc["])
+def test_a_run_has_the_name_of_its_folder(
+    tmp_path: Path, prepared: CheckedChain, name: str
+) -> None:
+    create_run(tmp_path / name, prepared, backend="process")
+    assert Record.read(tmp_path / name).name == name
+
+
 def test_damaged_specs(record: Record) -> None:
     record.run.spec("top").write_text("{}")
     with pytest.raises(DataError, match=f"a run of dni-runtime {__version__}, cannot be read"):
