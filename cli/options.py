@@ -108,8 +108,8 @@ _IMAGES = "Folder of the module images and of dni.lock"
 
 def _released_images(context: click.Context, parameter: click.Parameter, value: Path) -> Path:
     """Return the folder of the images of a release, if one is named."""
-    if parse_name(str(value)) is None or value.is_dir():
-        return value
+    if parse_name(str(value)) is None or value.is_dir() or context.resilient_parsing:
+        return value  # a shell that completes a command line executes nothing
     from dni_runtime.image.apptainer import usable_apptainer
     from dni_runtime.release.images import assembled
     from dni_runtime.release.store import Store

@@ -94,6 +94,17 @@ def test_names_of_runs_are_completed(
     assert dnictl().out == "plain,small-1\n"
 
 
+def test_completion_executes_nothing(dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named release is looked for, and its images put together, when the command is run."""
+    asked: list[None] = []
+    monkeypatch.setattr("dni_runtime.image.apptainer.usable_apptainer", lambda: asked.append(None))
+    monkeypatch.setenv("_DNICTL_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "dnictl up --images digits:1.2.0 --dry")
+    monkeypatch.setenv("COMP_CWORD", "4")
+    assert dnictl().out == "plain,--dry-run\n"
+    assert asked == []
+
+
 def test_a_bug_leaves_a_traceback_in_a_file(
     dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
