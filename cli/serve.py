@@ -183,15 +183,16 @@ def _chosen(source: str | None, runs: Path, choice: str | None) -> tuple[Path, i
 
 def _http(name: str, values: dict[str, Any]) -> HttpSettings:
     from dni_runtime.serving.settings import Settings as HttpSettings
+    from dni_runtime.spec.choices import given
 
     cert, key = values["tls"] or (None, None)
     values = {**values, "name": name, "tls_cert": cert, "tls_key": key}
-    given = {
+    chosen = {
         field: value.absolute() if isinstance(value, Path) else value
         for field in HttpSettings.model_fields
         if (value := values.get(field)) is not None
     }
-    return HttpSettings.model_validate(given)
+    return given(HttpSettings, chosen)
 
 
 def _show(state: ServiceState) -> None:

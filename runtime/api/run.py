@@ -371,6 +371,7 @@ class Run(Checkpointed):
         from dni_runtime.api.services import start_service
         from dni_runtime.serving.documents import Settings
         from dni_runtime.serving.settings import Settings as HttpSettings
+        from dni_runtime.spec.choices import given
         from dni_runtime.spec.load import suggestion
 
         self.check_trusted()
@@ -381,8 +382,8 @@ class Run(Checkpointed):
         its = {key: settings.pop(key) for key in Settings.model_fields if key in settings}
         its |= {"source": self.directory.root, "trust": trust}
         its |= {"cut": self.choose_cut() if cut is None else cut}
-        made = Settings(http=HttpSettings(name=name, **settings), **its)
-        return start_service(self.directory.root.parent / name, made)
+        its |= {"http": given(HttpSettings, {"name": name, **settings})}
+        return start_service(self.directory.root.parent / name, given(Settings, its))
 
     def failure(self, state: RunState | None = None) -> DniError | None:
         """The error that it ended with; None if it did not fail.

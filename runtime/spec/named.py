@@ -98,9 +98,11 @@ def module_of(worker: str) -> str:
 
 
 class Frozen(BaseModel):
-    """Immutable, with unknown keys refused."""
+    """Immutable, with unknown keys refused, and numbers that are none."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
 
 
 def _named(value: Any, what: str) -> tuple[str, Any]:

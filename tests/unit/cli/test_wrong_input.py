@@ -39,6 +39,14 @@ WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
         ["chain.yaml:5: losses: [] is not a list of at least 1"],
     ),
     "too small": (("epochs: 2", "epochs: 0"), UP, 78, ["chain.yaml:4: epochs: 0 is not at least"]),
+    "an endless time": (
+        ("epochs: 2", "epochs: 2\nstop_grace_s: 1e999"), UP, 78,
+        ["chain.yaml:5: stop_grace_s: inf is not a number"],
+    ),
+    "a service's name of other letters": (
+        None, ("serve", "chain.yaml", "--name", "My_Service"), 64,
+        ["name: 'My_Service' is not a name of at most 40 lower-case letters"],
+    ),
     "a name of other letters": (
         ("name: small", "name: Small_1"), UP, 78,
         ["'Small_1' is not a name of at most 40 lower-case letters, digits and inner dashes"],
