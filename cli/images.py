@@ -175,7 +175,12 @@ def _show_plan(plan: BuildPlan, out: Path) -> None:
     state = "is ready" if base.ready else "would be built"
     name = base.image.name if base.image else "its wheels would be downloaded first"
     modules = [
-        {"module": p.module.name, "build": p.reason is not None, "reason": p.reason}
+        {
+            "module": p.module.name,
+            "build": p.reason is not None,
+            "sign": p.sign,
+            "reason": p.reason,
+        }
         for p in plan.modules
     ]
     image = str(base.image) if base.image else None
@@ -183,7 +188,8 @@ def _show_plan(plan: BuildPlan, out: Path) -> None:
         return
     click.echo(f"base image: {state} ({name})")
     for entry in plan.modules:
-        what = f"would be built ({entry.reason})" if entry.reason else "is up to date"
+        what = "would be signed" if entry.sign else "is up to date"
+        what = f"would be built ({entry.reason})" if entry.reason else what
         click.echo(f"{out / entry.module.name}.sif: {what}")
 
 

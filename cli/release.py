@@ -62,6 +62,8 @@ def release(
     from dni_runtime.release.signature import sign_release
     from dni_runtime.release.store import Store
 
+    if unsigned and key is not None:
+        raise UsageError("--key and --unsigned exclude each other")
     store, tool = Store(), usable_apptainer()
     run.check_trusted()
     chosen = run.choose_cut(cut)

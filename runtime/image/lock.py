@@ -39,6 +39,7 @@ class LockedImage(_LockModel):
     image: str  # file name, in the lock's folder
     sha256: str  # of the file
     size_bytes: int
+    mtime_ns: int | None = None  # of the file, where it was built
     content: str  # hash of its inputs (base, layer, build method)
     module_hash: str  # of the module's spec
     sources: dict[str, str]  # SHA-256 of the user's files in it, by path

@@ -214,7 +214,10 @@ def _checked(record: Record, images: Path) -> ImageLock:
             )
         verify_sources(image, entry, record.run.source_files)
         verify_hash(image, entry)
-    return lock
+    entries = {
+        name: one.model_copy(update={"mtime_ns": None}) for name, one in lock.modules.items()
+    }
+    return lock.model_copy(update={"modules": entries})
 
 
 def _listed(layout: Layout, manifest: Manifest) -> Descriptor:

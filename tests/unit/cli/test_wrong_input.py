@@ -266,6 +266,7 @@ WRONG_OF_A_RUN: list[tuple[str, tuple[str, ...], int, list[str]]] = [
     ("new", ("export", "-o", "m.onnx", "--state-dict"), 64, ["'m.onnx'", ".safetensors, .pt"]),
     ("new", ("export", "-o", "chain.yaml"), 64, ["already exists", "--force"]),
     ("new", ("status", "nothing"), 64, ["'nothing'"]),
+    ("new", ("release", "--version", "1", "--key", "chain.yaml", "--unsigned"), 64, ["exclude"]),
     ("finished", ("restart", "top"), 64, ["'small-1' is finished", "dnictl status small-1"]),
     ("stopped", ("restart", "top"), 64, ["'small-1' is stopped", "dnictl resume small-1"]),
     ("running", ("restart", "top"), 64, ["module 'top' has finished"]),
