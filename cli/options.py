@@ -201,13 +201,13 @@ run_dir = click.option(
 
 
 def flags_given(*names: str) -> list[str]:
-    """Return the flags of those options of these names that the user has given."""
+    """Return the flags of those options of these names that the command line has."""
     context = click.get_current_context()
     given = [
         parameter
         for parameter in context.command.params
         if parameter.name in names
-        and context.get_parameter_source(parameter.name) is not ParameterSource.DEFAULT
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
     ]
     return [max(parameter.opts, key=len) for parameter in given]
 

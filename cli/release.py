@@ -173,6 +173,10 @@ def models(address: str | None, remove: str | None, plain_http: bool) -> None:
     from dni_runtime.release.names import Address
     from dni_runtime.release.store import Store
 
+    if address is not None and remove is not None:
+        raise UsageError(
+            "--remove is for releases on this machine", hint=f"omit {address}, or --remove"
+        )
     if address is not None:
         from dni_runtime.release.registry import Repository
 
@@ -188,7 +192,8 @@ def models(address: str | None, remove: str | None, plain_http: bool) -> None:
     if remove is not None:
         with store.changing(tell):
             freed = store.remove(remove)
-        tell(f"removed {remove}: {megabytes(freed)}")
+        if not answered({"removed": remove, "bytes": freed}):
+            tell(f"removed {remove}: {megabytes(freed)}")
         return
     reports = {name: (index, store.report(index)) for name, index in store.releases().items()}
     if answered([_document(*row) for row in reports.values()]):

@@ -69,6 +69,7 @@ def wait(run: Run, timeout: float | None) -> None:
     """
     end = run.wait(timeout)
     if end.active:
+        answered(run.status(end).model_dump())
         tell(f"dnictl: {run.name} is still {end.phase}")
         sys.exit(WAIT_TIMEOUT)
     conclude(run, end)
@@ -208,14 +209,18 @@ def go(launch: Launch, *, detached: bool = False) -> None:
         )
 
 
-def conclude(run: Run, state: RunState) -> NoReturn:
+def conclude(run: Run, state: RunState, *, beside: bool = False) -> NoReturn:
     """Print how a run ended, and exit with the run's exit code.
 
-    ``state`` is its end as the caller has seen it: files may not have had room for it.
+    ``state`` is its end as the caller has seen it: files may not have had room for it. ``beside``:
+    what the command prints, it has printed.
     """
     figures = run.status(state)
     with contextlib.suppress(OSError):  # the reader is gone, or the log's disk is full
-        answer(figures.model_dump(), summary(figures))
+        if beside:
+            tell(summary(figures))
+        else:
+            answer(figures.model_dump(), summary(figures))
         if state.phase == "stopped":
             tell(f"  → dnictl resume {run.name}")
     if (error := run.failure(state)) is not None:

@@ -133,7 +133,8 @@ def serve(source: str | None, runs: Path, name: str | None, **values: Any) -> No
         return
     assert path is not None
     if values["in_process"] or path.is_file():
-        for flag in options.flags_given("replicas", "hosts", "exit_accuracy", "exit_confidence"):
+        of_modules = {*options.SERVING, "backend", "images", "hosts"} - {"preprocess"}
+        for flag in options.flags_given(*of_modules)[-1:]:
             raise UsageError(f"{flag} is for modules, and this is one process", hint=f"omit {flag}")
     folder = runs.absolute() / (name or service_name(path))
     settings = Settings(

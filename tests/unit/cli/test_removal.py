@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 from collections.abc import Callable
@@ -172,6 +173,20 @@ def test_a_run_that_cannot_be_read_hides_no_others(
     told = caplog.text
     assert [f"runs/a-{number} is passed over: " in told for number in (1, 2, 3)] == [True] * 3
     assert dnictl("prune", "--keep", "0", "--dry-run").out == "b-1\n"
+
+
+def test_a_removal_that_is_declined(
+    dnictl: Dnictl, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make("a-1", "finished").run.root
+    for command in (("rm", "a-1"), ("rm", "a-1", "--json"), ("prune", "--keep", "0")):
+        monkeypatch.setattr("sys.stdin", terminal := io.StringIO("n\n"))
+        monkeypatch.setattr(terminal, "isatty", lambda: True)
+        result = dnictl(*command)
+        assert result.code == 0
+        assert result.out == "" or not result.json["removed"]
+        assert ("nothing was removed" in result.err) == (result.out == "")
+        assert root.exists()
 
 
 def test_no_name_is_that_of_the_only_run(dnictl: Dnictl, record: Record) -> None:

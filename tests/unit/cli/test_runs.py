@@ -140,6 +140,14 @@ def test_wait_ends_as_the_run_did(phase: str, code: int, dnictl: Dnictl, record:
     assert dnictl("wait", "--json").json["state"] == phase
 
 
+def test_wait_that_ran_out_of_time_has_figures(dnictl: Dnictl, record: Record) -> None:
+    ended(record, "running", 0, pid=os.getpid(), ended=None)
+    result = dnictl("wait", "--timeout", "0", "--json")
+    assert (result.code, result.json["state"]) == (124, "running")
+    assert result.err == "dnictl: small-1 is still running\n"
+    assert dnictl("wait", "--timeout", "0").out == ""
+
+
 def test_wait_tells_what_failed(dnictl: Dnictl, record: Record) -> None:
     state = ended(record, "failed", 70, failed="top", error="…")
     top = state.modules["top"]

@@ -149,6 +149,27 @@ WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
         None, ("validate", "."), 78, ["'.' cannot be read: Is a directory\n  → give the path of"],
     ),
     "a host twice": (None, (*UP, "--hosts", "a,a"), 64, ["'a'"]),
+    "a sweep here with options of jobs": (
+        None, ("sweep", "seed=1..2", "--qos", "low"), 64, ["--qos is for jobs, which --submit"],
+    ),
+    "a sweep here that waits": (
+        None, ("sweep", "seed=1..2", "--wait"), 64, ["--wait is for jobs"],
+    ),
+    "a sweep of jobs with options of runs here": (
+        None, ("sweep", "seed=1..2", "--submit", "--jobs", "2"), 64, ["--jobs is for runs on this"],
+    ),
+    "an image for a file that is served": (
+        None, ("serve", "chain.yaml", "--images", "i"), 64, ["--images is for modules"],
+    ),
+    "a backend for a file that is served": (
+        None, ("serve", "chain.yaml", "--backend", "process"), 64, ["--backend is for modules"],
+    ),
+    "a wait for exits that are not served": (
+        None, ("serve", "chain.yaml", "--exit-wait", "1"), 64, ["--exit-wait is for modules"],
+    ),
+    "a removal from a registry": (
+        None, ("models", "oci://host/digits", "--remove", "digits:1"), 64, ["on this machine"],
+    ),
     "a sweep of nothing": (None, ("sweep", "chain.yaml"), 64, ["no setting is named", "lr=1e-3"]),
     "a sweep of two chains": (None, ("sweep", "chain.yaml", "b.yaml"), 64, ["'b.yaml' is not"]),
     "a sweep of an unknown setting": (
