@@ -13,7 +13,7 @@ import click
 
 from dni_runtime.errors import DniError, ImageError
 from dnictl import options
-from dnictl.terminal import answered, json_wanted, tell
+from dnictl.terminal import answered, json_wanted, say, tell
 
 if TYPE_CHECKING:
     from dni_runtime.image.build import BuildResult
@@ -137,7 +137,7 @@ def verify(images: tuple[Path, ...], out: Path, key: Path | None, signed: bool) 
             text += "signature good" if image.signed else "not signed"
         verdicts.append({"image": str(path), **verdict})
         if not json_wanted():
-            click.echo(f"{path}: {text}")
+            say(f"{path}: {text}")
     answered(verdicts)
     if len(errors) == 1 or (errors and not all(isinstance(e, ImageError) for e in errors)):
         raise errors[0]
@@ -166,8 +166,8 @@ def inspect(image: Path) -> None:
 
     width = max(map(len, seen.labels), default=0)
     for name, value in sorted(seen.labels.items()):
-        click.echo(f"{name:{width}}  {value}")
-    click.echo("\n" + yaml.safe_dump(seen.module, sort_keys=False, allow_unicode=True), nl=False)
+        say(f"{name:{width}}  {value}")
+    say("\n" + yaml.safe_dump(seen.module, sort_keys=False, allow_unicode=True).rstrip("\n"))
 
 
 def _show_plan(plan: BuildPlan, out: Path) -> None:
@@ -175,7 +175,12 @@ def _show_plan(plan: BuildPlan, out: Path) -> None:
     state = "is ready" if base.ready else "would be built"
     name = base.image.name if base.image else "its wheels would be downloaded first"
     modules = [
-        {"module": p.module.name, "build": p.reason is not None, "reason": p.reason}
+        {
+            "module": p.module.name,
+            "build": p.reason is not None,
+            "sign": p.sign,
+            "reason": p.reason,
+        }
         for p in plan.modules
     ]
     image = str(base.image) if base.image else None
@@ -183,7 +188,8 @@ def _show_plan(plan: BuildPlan, out: Path) -> None:
         return
     click.echo(f"base image: {state} ({name})")
     for entry in plan.modules:
-        what = f"would be built ({entry.reason})" if entry.reason else "is up to date"
+        what = "would be signed" if entry.sign else "is up to date"
+        what = f"would be built ({entry.reason})" if entry.reason else what
         click.echo(f"{out / entry.module.name}.sif: {what}")
 
 

@@ -45,6 +45,12 @@ class OutputFile(click.Path):
         return path
 
 
+def check_new(output: Path, force: bool) -> None:
+    """Refuse to replace a file, which may be one of the user's data, without --force."""
+    if output.is_dir() or (output.exists() and not force):
+        raise UsageError(f"{str(output)!r} already exists", hint="--force replaces a file")
+
+
 click.IntRange.name, click.FloatRange.name = "whole number", "number"  # in messages: no "range"
 PATH, FILE = click.Path(path_type=Path), click.Path(path_type=Path, dir_okay=False)
 THERE = click.Path(path_type=Path, dir_okay=False, exists=True)
@@ -102,8 +108,8 @@ _IMAGES = "Folder of the module images and of dni.lock"
 
 def _released_images(context: click.Context, parameter: click.Parameter, value: Path) -> Path:
     """Return the folder of the images of a release, if one is named."""
-    if parse_name(str(value)) is None or value.is_dir():
-        return value
+    if parse_name(str(value)) is None or value.is_dir() or context.resilient_parsing:
+        return value  # a shell that completes a command line executes nothing
     from dni_runtime.image.apptainer import usable_apptainer
     from dni_runtime.release.images import assembled
     from dni_runtime.release.store import Store
@@ -195,13 +201,13 @@ run_dir = click.option(
 
 
 def flags_given(*names: str) -> list[str]:
-    """Return the flags of those options of these names that the user has given."""
+    """Return the flags of those options of these names that the command line has."""
     context = click.get_current_context()
     given = [
         parameter
         for parameter in context.command.params
         if parameter.name in names
-        and context.get_parameter_source(parameter.name) is not ParameterSource.DEFAULT
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
     ]
     return [max(parameter.opts, key=len) for parameter in given]
 
@@ -342,9 +348,9 @@ def new_run(
 
 def site_for(prepared: CheckedChain, settings: StartSettings) -> Site:
     """Check what this host, or a cluster that shares its files, offers a run."""
-    from dni_runtime.plan.host import check_host
+    from dni_runtime.api.planning import site_of
 
-    site = check_host(prepared.written, prepared.workers, settings, prepared.data, prepared.locate)
+    site = site_of(prepared, settings)
     _show_notices(site)
     return site
 

@@ -30,6 +30,7 @@ _MOST_CLASSES = 1000  # of a confusion matrix in JSON
 )  # fmt: skip
 @click.option("-o", "--output", type=options.OutputFile(ending=".npz"), metavar="FILE.npz",
               help="Write arrays 'outputs' and 'labels' to this file.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.option("--metrics", metavar="NAMES", help="Instead of the chain's, as in the chain file.")
 @click.option("--confusion", type=options.OutputFile(), metavar="FILE.png",
               help="Draw the confusion matrix.")  # fmt: skip
@@ -41,6 +42,7 @@ def predict(
     runs: Path,
     data: str | None,
     output: Path | None,
+    force: bool,
     metrics: str | None,
     confusion: Path | None,
     cut: str | None,
@@ -59,6 +61,8 @@ def predict(
     from dni_runtime.api.checkpointed import predict_model
     from dnictl.split import mapping
 
+    if output is not None:
+        options.check_new(output, force)
     others = mapping(data, "--data") if data is not None and "{" in data else data
     document: dict[str, Any] = {}
     if target is not None and Path(target).is_file():

@@ -11,7 +11,7 @@ import click
 from dni_runtime.errors import UsageError
 from dnictl import options
 from dnictl.show import Column, megabytes, print_table
-from dnictl.terminal import answered, printable, tell
+from dnictl.terminal import answered, say, tell
 
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
@@ -62,6 +62,8 @@ def release(
     from dni_runtime.release.signature import sign_release
     from dni_runtime.release.store import Store
 
+    if unsigned and key is not None:
+        raise UsageError("--key and --unsigned exclude each other")
     store, tool = Store(), usable_apptainer()
     run.check_trusted()
     chosen = run.choose_cut(cut)
@@ -110,12 +112,12 @@ def push(name: str, address: str, sif: bool, oci: bool, plain_http: bool) -> Non
             return
         for module, there in sent.items():
             plain = str(there).removeprefix("oci://")
-            click.echo(f"oras://{plain}" if sif else f"--image={module}={plain}")
+            say(f"oras://{plain}" if sif else f"--image={module}={plain}")
         return
     there = move.push(Store(), name, target, Repository(target, plain_http=plain_http), moved)
     if not answered({"address": str(there), "sent_bytes": moved.bytes}):
         tell(f"{moved}")
-        click.echo(there)
+        say(str(there))
 
 
 @click.command()
@@ -171,6 +173,10 @@ def models(address: str | None, remove: str | None, plain_http: bool) -> None:
     from dni_runtime.release.names import Address
     from dni_runtime.release.store import Store
 
+    if address is not None and remove is not None:
+        raise UsageError(
+            "--remove is for releases on this machine", hint=f"omit {address}, or --remove"
+        )
     if address is not None:
         from dni_runtime.release.registry import Repository
 
@@ -180,13 +186,14 @@ def models(address: str | None, remove: str | None, plain_http: bool) -> None:
         if answered({"versions": versions}):
             return
         for version in versions:
-            click.echo(str(replace(source, tag=version)))
+            say(str(replace(source, tag=version)))
         return
     store = Store()
     if remove is not None:
         with store.changing(tell):
             freed = store.remove(remove)
-        tell(f"removed {remove}: {megabytes(freed)}")
+        if not answered({"removed": remove, "bytes": freed}):
+            tell(f"removed {remove}: {megabytes(freed)}")
         return
     reports = {name: (index, store.report(index)) for name, index in store.releases().items()}
     if answered([_document(*row) for row in reports.values()]):
@@ -252,9 +259,9 @@ def _document(index: Descriptor, report: Report) -> dict[str, Any]:
 def _show(name: str, report: Report, index: Descriptor) -> None:
     if answered(_document(index, report)):
         return
-    click.echo(f"{name} {index.digest}")
-    click.echo(printable(f"  {report.chain}, checkpoint {report.checkpoint} of {report.run}"))
-    click.echo(printable(f"  {_figures(report) or 'no figures'}"))
+    say(f"{name} {index.digest}")
+    say(f"  {report.chain}, checkpoint {report.checkpoint} of {report.run}")
+    say(f"  {_figures(report) or 'no figures'}")
 
 
 def _figures(report: Report) -> str:

@@ -80,14 +80,18 @@ def _remove(records: Sequence[Record], *, yes: bool, dry_run: bool = False) -> N
         check_removable(record, read_state(record.run))
     sizes = {record.name: bytes_in([record.run.root]) for record in records}
     names, total = ", ".join(sizes), megabytes(sum(sizes.values()), 1)
+    wanted = not dry_run
     if records and not (yes or dry_run):
         if not sys.stdin.isatty():
             raise UsageError(f"{names}: {total} would be removed", hint="--yes removes them")
-        click.confirm(f"remove {names} ({total})?", abort=True, err=True)
-    if not dry_run:
+        wanted = click.confirm(f"remove {names} ({total})?", err=True)
+    if wanted:
         for record in records:
             remove_run(record)
-    if answered({"runs": list(sizes), "bytes": sum(sizes.values()), "removed": not dry_run}):
+    if answered({"runs": list(sizes), "bytes": sum(sizes.values()), "removed": wanted}):
+        return
+    if not (wanted or dry_run):
+        tell("nothing was removed")
         return
     for name in sizes:
         click.echo(name)

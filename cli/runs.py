@@ -69,6 +69,7 @@ def wait(run: Run, timeout: float | None) -> None:
     """
     end = run.wait(timeout)
     if end.active:
+        answered(run.status(end).model_dump())
         tell(f"dnictl: {run.name} is still {end.phase}")
         sys.exit(WAIT_TIMEOUT)
     conclude(run, end)
@@ -161,8 +162,7 @@ def export(
     if folder and (state_dict or force):
         raise UsageError("--folder excludes --state-dict and --force")
     if not folder:
-        if output.is_dir() or (output.exists() and not force):
-            raise UsageError(f"{str(output)!r} already exists", hint="--force replaces a file")
+        options.check_new(output, force)
         check_ending(output, state_dict=state_dict)
     chosen = run.choose_cut(cut, force=force)
     if folder:
@@ -209,14 +209,18 @@ def go(launch: Launch, *, detached: bool = False) -> None:
         )
 
 
-def conclude(run: Run, state: RunState) -> NoReturn:
+def conclude(run: Run, state: RunState, *, beside: bool = False) -> NoReturn:
     """Print how a run ended, and exit with the run's exit code.
 
-    ``state`` is its end as the caller has seen it: files may not have had room for it.
+    ``state`` is its end as the caller has seen it: files may not have had room for it. ``beside``:
+    what the command prints, it has printed.
     """
     figures = run.status(state)
     with contextlib.suppress(OSError):  # the reader is gone, or the log's disk is full
-        answer(figures.model_dump(), summary(figures))
+        if beside:
+            tell(summary(figures))
+        else:
+            answer(figures.model_dump(), summary(figures))
         if state.phase == "stopped":
             tell(f"  → dnictl resume {run.name}")
     if (error := run.failure(state)) is not None:

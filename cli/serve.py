@@ -11,7 +11,7 @@ import click
 from dni_runtime.errors import UsageError
 from dnictl import options
 from dnictl.show import console, modules_table
-from dnictl.terminal import answered, noted, printable, tell
+from dnictl.terminal import answered, noted, say, tell
 
 if TYPE_CHECKING:
     from dni_runtime.serving.documents import ServiceState, What
@@ -133,7 +133,8 @@ def serve(source: str | None, runs: Path, name: str | None, **values: Any) -> No
         return
     assert path is not None
     if values["in_process"] or path.is_file():
-        for flag in options.flags_given("replicas", "hosts", "exit_accuracy", "exit_confidence"):
+        of_modules = {*options.SERVING, "backend", "images", "hosts"} - {"preprocess"}
+        for flag in options.flags_given(*of_modules)[-1:]:
             raise UsageError(f"{flag} is for modules, and this is one process", hint=f"omit {flag}")
     folder = runs.absolute() / (name or service_name(path))
     settings = Settings(
@@ -183,15 +184,16 @@ def _chosen(source: str | None, runs: Path, choice: str | None) -> tuple[Path, i
 
 def _http(name: str, values: dict[str, Any]) -> HttpSettings:
     from dni_runtime.serving.settings import Settings as HttpSettings
+    from dni_runtime.spec.choices import given
 
     cert, key = values["tls"] or (None, None)
     values = {**values, "name": name, "tls_cert": cert, "tls_key": key}
-    given = {
+    chosen = {
         field: value.absolute() if isinstance(value, Path) else value
         for field in HttpSettings.model_fields
         if (value := values.get(field)) is not None
     }
-    return HttpSettings.model_validate(given)
+    return given(HttpSettings, chosen)
 
 
 def _show(state: ServiceState) -> None:
@@ -201,13 +203,13 @@ def _show(state: ServiceState) -> None:
     if answered(state.model_dump(mode="json") | {"alive": state.alive}):
         return
     phase = state.phase if state.alive or state.phase in ("ended", "failed") else "killed"
-    click.echo(f"{state.name}: {phase}" + (f", {state.url}" if state.url else ""))
+    say(f"{state.name}: {phase}" + (f", {state.url}" if state.url else ""))
     for version in state.versions:
         cut = "" if version.cut is None else f", checkpoint {version.cut}"
         share = f", {version.share:g} % of the requests" if version.share else ""
-        click.echo(f"  version {version.name}: {version.state}{share}: {version.source}{cut}")
+        say(f"  version {version.name}: {version.state}{share}: {version.source}{cut}")
         if version.error:
-            click.echo(printable(f"    {version.error}"))
+            say(f"    {version.error}")
         if version.run is not None and version.state in ("ready", "draining"):
             record = Record.read(version.run)
             console().print(modules_table(MetricsReader(record, evaluations=1).read()))

@@ -136,7 +136,7 @@ def status(run: Run, watch: bool, prometheus: bool) -> None:
     if answered(figures.model_dump()):
         return
     if prometheus:
-        click.echo(prometheus_page(figures), nl=False)
+        click.echo(printable(prometheus_page(figures)), nl=False)
     else:
         _show(figures)
 

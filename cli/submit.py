@@ -104,7 +104,7 @@ def submit(
         from dnictl.runs import conclude
 
         run = Run(record)
-        conclude(run, run.wait())
+        conclude(run, run.wait(), beside=parsable)
 
 
 @click.command()

@@ -72,6 +72,10 @@ def sweep(
     from dni_runtime.plan.settings import StartSettings
     from dni_runtime.schedulers.schedulers import read_states
 
+    of_jobs = ("wait_for_it", "qos", "partition", "account", "time")
+    for flag in options.flags_given(*(("jobs",) if by_slurm else of_jobs)):
+        whose = "runs on this host" if by_slurm else "jobs, which --submit makes"
+        raise UsageError(f"{flag} is for {whose}", hint=f"omit {flag}")
     chain, texts = Path("chain.yaml"), settings
     if "=" not in settings[0]:
         chain, texts = Path(settings[0]), settings[1:]

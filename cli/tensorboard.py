@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dnictl import options
-from dnictl.terminal import answered
+from dnictl.terminal import answered, say, tell
 
 if TYPE_CHECKING:
     from dni_runtime.api.run import Run
@@ -52,5 +52,5 @@ def tensorboard(run: Run, logdir: Path | None, follow: bool) -> None:
                 break
     if not answered({"run": run.name, "logdir": str(board.folder), "events": events}):
         new = f"{sum(events.values())} new events of {len(events)} modules"
-        click.echo(f"{board.folder}: {new if events else 'nothing is measured yet'}")
-        click.echo(f"  → tensorboard --logdir {board.folder}", err=True)
+        say(f"{board.folder}: {new if events else 'nothing is measured yet'}")
+        tell(f"  → tensorboard --logdir {board.folder}")

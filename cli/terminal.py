@@ -18,6 +18,11 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
+def say(line: str) -> None:
+    """Print a line of the command's output, for people."""
+    click.echo(printable(line))
+
+
 def tell(line: str) -> None:
     """Print a line to stderr, beside the command's output."""
     click.echo(printable(line), err=True)
@@ -49,7 +54,7 @@ def answered(document: Any) -> bool:
 def answer(document: Any, line: str) -> None:
     """Print the result of a command: as JSON if that is wanted, else as a line for people."""
     if not answered(document):
-        click.echo(line)
+        say(line)
 
 
 def json_text(document: Any, indent: int | None = None) -> str:

@@ -77,9 +77,21 @@ def scheduled(settings: StartSettings, prepared: CheckedChain, hosts: str | None
     return settings
 
 
+def site_of(prepared: CheckedChain, settings: StartSettings) -> Site:
+    """Check what this host, or a cluster that shares its files, offers a chain."""
+    return check_host(
+        prepared.written,
+        prepared.workers,
+        prepared.sources,
+        settings,
+        prepared.data,
+        prepared.locate,
+    )
+
+
 def plan_run(prepared: CheckedChain, settings: StartSettings) -> PlannedRun:
     """Plan the first start of a run; writes nothing."""
-    site = check_host(prepared.written, prepared.workers, settings, prepared.data, prepared.locate)
+    site = site_of(prepared, settings)
     looked = () if prepared.looked is None else prepared.looked.warnings
     site = replace(site, notices=(*(f"warning: {one}" for one in looked), *site.notices))
     request = StartRequest(prepared.chain, prepared.replicas, settings, site, prepared.front)
@@ -106,6 +118,7 @@ def plan_again(
         resume=resume,
     )
     locate = partial(location_in, record.run.chain_file)
-    site = check_host(chain, workers, settings, record.data, locate)
+    sources = record.run.source_files
+    site = check_host(chain, workers, sources, settings, record.data, locate)
     request = StartRequest(chain, workers_of(workers), settings, site)
     return SCHEDULERS[record.scheduler].plan(request)

@@ -371,6 +371,7 @@ class Run(Checkpointed):
         from dni_runtime.api.services import start_service
         from dni_runtime.serving.documents import Settings
         from dni_runtime.serving.settings import Settings as HttpSettings
+        from dni_runtime.spec.choices import given
         from dni_runtime.spec.load import suggestion
 
         self.check_trusted()
@@ -381,8 +382,8 @@ class Run(Checkpointed):
         its = {key: settings.pop(key) for key in Settings.model_fields if key in settings}
         its |= {"source": self.directory.root, "trust": trust}
         its |= {"cut": self.choose_cut() if cut is None else cut}
-        made = Settings(http=HttpSettings(name=name, **settings), **its)
-        return start_service(self.directory.root.parent / name, made)
+        its |= {"http": given(HttpSettings, {"name": name, **settings})}
+        return start_service(self.directory.root.parent / name, given(Settings, its))
 
     def failure(self, state: RunState | None = None) -> DniError | None:
         """The error that it ended with; None if it did not fail.
@@ -572,14 +573,23 @@ def runs_in(folder: Path | str, chain: str | None = None) -> list[tuple[Run, Run
         chain: Only the runs of the chain of this name.
     """
     runs = [Run(record) for record in list_runs(Path(folder)) if chain in (None, record.chain)]
-    return list(zip(runs, read_states([run.directory for run in runs]), strict=True))
+    try:
+        return list(zip(runs, read_states([run.directory for run in runs]), strict=True))
+    except (DataError, OSError):  # of one of them
+        found = []
+        for run in runs:
+            try:
+                found.append((run, run.state()))
+            except (DataError, OSError) as error:
+                _log.warning("run %s is passed over: %s", run.directory.root, error)
+        return found
 
 
 def active_runs(folder: Path | str, chain: str) -> list[str]:
     """What a user should know of the own runs of a chain that are active already."""
     try:
         runs = runs_in(folder, chain)
-    except (DataError, OSError):  # one is damaged
+    except OSError:  # the folder itself
         return []
     return [
         f"another run of this chain is {state.phase}: dnictl stop {run.name}"

@@ -124,7 +124,7 @@ def _make(
     name = plan.module.name
     final = options.out / f"{name}.sif"
     if plan.reason is None and plan.locked is not None:
-        if not options.sign or plan.locked.signed is not None:
+        if not plan.sign:
             report(Step(name, "same", final.name))
             return plan.locked
         report(Step(name, "start", "signing"))
@@ -153,19 +153,21 @@ def _make(
                 sif.copy_image(base.image, image)
                 sif.append_layer(tool, image, scratch / "layer.sqfs")
                 sif.relabel(tool, image, plan.module.labels, plan.module.help, scratch=scratch)
-        if options.sign:
+        if plan.sign:
             sign(tool, image, key=options.key)
         image.chmod(0o644)
-        size_bytes, sha256 = image.stat().st_size, sha256_file(image)
+        state, sha256 = image.stat(), sha256_file(image)
         image.replace(final)
     assert plan.content is not None
-    report(Step(name, "done", f"{final.name}, {size_bytes / 1e6:.0f} MB"))
+    report(Step(name, "done", f"{final.name}, {state.st_size / 1e6:.0f} MB"))
     return LockedImage(
         image=final.name,
         sha256=sha256,
-        size_bytes=size_bytes,
+        size_bytes=state.st_size,
+        mtime_ns=state.st_mtime_ns,
         content=plan.content,
         module_hash=plan.module.hash,
+        sources=layers.source_digests(plan.files),
         method=options.method,
         definition_sha256=(
             hashlib.sha256(plan.definition.encode()).hexdigest() if plan.definition else None

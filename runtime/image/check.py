@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,20 @@ def verify_hash(image: Path, entry: LockedImage) -> str:
             hint="copy it again from where it was built, or build it: dnictl build",
         )
     return sha256
+
+
+def verify_sources(image: Path, entry: LockedImage, sources: Mapping[str, Path]) -> None:
+    """Refuse an image with another content of one of a run's source files.
+
+    A file that only one of them has is no difference: which of the user's modules are imported
+    depends on the process.
+    """
+    for name, sha256 in entry.sources.items():
+        if name in sources and sha256_file(sources[name]) != sha256:
+            raise ImageError(
+                f"{image} was built from another {name!r} than {str(sources[name])!r}",
+                hint="rebuild the images of this code with 'dnictl build'",
+            )
 
 
 def verify_signature(tool: Apptainer, image: Path, *, key: Path | None = None) -> None:

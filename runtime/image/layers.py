@@ -25,6 +25,7 @@ from dni_runtime.wire import PROTOCOL_VERSION
 
 ROOT = "opt/dni"
 MODULE_JSON = f"{ROOT}/module.json"
+_SOURCES = f"{ROOT}/src/"
 
 ENTRY_POINTS = (
     "dni_runtime.worker.__main__",
@@ -122,7 +123,7 @@ def layer_files(module: ModuleBuild, runtime: Mapping[str, Path]) -> dict[str, b
         path = PurePosixPath(inner)
         if path.is_absolute() or ".." in path.parts:
             raise SpecError(f"{inner!r} leaves the folder of the sources", location=("sources",))
-        files[f"{ROOT}/src/{path}"] = _read(source)
+        files[f"{_SOURCES}{path}"] = _read(source)
     for inner, source in runtime.items():
         files[f"{ROOT}/runtime/{inner}"] = _read(source)
     return files
@@ -145,6 +146,15 @@ def layer_digest(files: Mapping[str, bytes], module_hash: str) -> str:
         for part in (path.encode(), content):
             digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()
+
+
+def source_digests(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the SHA-256 of the user's files in a layer, by path as in a module's sources."""
+    return {
+        path.removeprefix(_SOURCES): hashlib.sha256(content).hexdigest()
+        for path, content in files.items()
+        if path.startswith(_SOURCES)
+    }
 
 
 def write_layer(files: Mapping[str, bytes], root: Path) -> None:

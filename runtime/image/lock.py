@@ -39,8 +39,10 @@ class LockedImage(_LockModel):
     image: str  # file name, in the lock's folder
     sha256: str  # of the file
     size_bytes: int
+    mtime_ns: int | None = None  # of the file, where it was built
     content: str  # hash of its inputs (base, layer, build method)
     module_hash: str  # of the module's spec
+    sources: dict[str, str]  # SHA-256 of the user's files in it, by path
     method: Literal["layer", "full"]  # on a copy of the base, or built from its own definition
     definition_sha256: str | None = None  # for "full"
     signed: Literal["pgp", "pem"] | None = None

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from dni_runtime.errors import DataError
 from dni_runtime.image import layers
@@ -31,6 +30,7 @@ class ModulePlan:
     content: str | None  # hash of the image's inputs; None while the base's hash is not known
     definition: str | None  # its own, for "full"
     reason: str | None  # why it is built; None: the existing image is up to date
+    sign: bool  # it is built and signed, or only signed
     locked: LockedImage | None
 
 
@@ -82,27 +82,28 @@ def plan_modules(
             ]
             content = hashlib.sha256(json.dumps(document).encode()).hexdigest()
         locked = None if old is None else old.modules.get(module.name)
-        reason = "--force" if options.force else _reason(content, locked, options.out)
-        plans.append(ModulePlan(module, files, content, definition, reason, locked))
+        reason = "--force" if options.force else _reason(content, locked, options)
+        sign = options.sign and (reason is not None or locked is None or locked.signed is None)
+        plans.append(ModulePlan(module, files, content, definition, reason, sign, locked))
     return tuple(plans)
 
 
-def _reason(content: str | None, locked: LockedImage | None, out: Path) -> str | None:
+def _reason(content: str | None, locked: LockedImage | None, options: BuildOptions) -> str | None:
     """Return why an image must be built, or None if it is up to date."""
     if locked is None:
         return "not built yet"
     if content != locked.content:
         return "changed"
-    path = out / locked.image
+    if options.sign and locked.signed not in (None, options.signature):
+        return "signed otherwise"
+    path = options.out / locked.image
     try:
         state = path.stat()
-        lock_time_ns = (out / LOCK_NAME).stat().st_mtime_ns
     except FileNotFoundError:
         return "missing"
-    # An image no newer than the lock is the one that the lock records; a copied or altered one is
-    # read in full.
+    # One of another time was copied or altered, or the lock comes from elsewhere: it is read.
     if state.st_size != locked.size_bytes or (
-        state.st_mtime_ns > lock_time_ns and sha256_file(path) != locked.sha256
+        state.st_mtime_ns != locked.mtime_ns and sha256_file(path) != locked.sha256
     ):
         return "altered since it was built"
     return None

@@ -193,7 +193,7 @@ def read_labels(tool: Apptainer, image: Path) -> dict[str, str]:
         elif (content := read_file(tool, image, _LABELS)) is not None:
             labels = json.loads(content)
         return {
-            name.removeprefix(LABEL_PREFIX): _printable(str(value))
+            _printable(name.removeprefix(LABEL_PREFIX)): _printable(str(value))
             for name, value in labels.items()
             if name.startswith(LABEL_PREFIX)
         }
@@ -205,7 +205,7 @@ def read_labels(tool: Apptainer, image: Path) -> dict[str, str]:
 
 
 def _printable(text: str) -> str:
-    """Replace unprintable characters of a label, which could control the terminal."""
+    """Replace unprintable characters of a label or its name, which could control the terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

@@ -46,8 +46,8 @@ def check_place(run_dir: Path | None, runs: Path, name: str | None = None) -> No
             f"{name!r} is not a run's name", hint="use at most 100 letters, digits, '.', '_', '-'"
         )
     folder = run_dir or (runs if name is None else runs / name)
-    if (folder / "run.json").exists():
-        raise _taken(folder)
+    if folder != runs or (folder / "run.json").exists():
+        _check_free(folder)
     above = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
     if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
         raise UsageError(
@@ -56,15 +56,22 @@ def check_place(run_dir: Path | None, runs: Path, name: str | None = None) -> No
         )
 
 
-def _taken(root: Path) -> UsageError:
-    return UsageError(
-        f"{str(root)!r} already holds a run",
-        hint=f"resume it with 'dnictl resume {root}', or use another --name or --run-dir",
-    )
+def _check_free(root: Path) -> None:
+    """Refuse a directory with files, which those of a run could replace."""
+    if (root / "run.json").exists():
+        raise UsageError(
+            f"{str(root)!r} already holds a run",
+            hint=f"resume it with 'dnictl resume {root}', or use another --name or --run-dir",
+        )
+    if root.is_dir() and any(root.iterdir()):
+        raise UsageError(
+            f"{str(root)!r} is not empty: a run has a directory of its own",
+            hint="use another --name or --run-dir",
+        )
 
 
 def create_run(
-    root: Path,  # must not hold a run yet
+    root: Path,  # must not hold anything yet
     prepared: CheckedChain,
     *,
     backend: str,
@@ -74,9 +81,8 @@ def create_run(
 ) -> RunDir:
     """Write all that workers, supervisor and later commands need into a new run directory."""
     run = RunDir(root.absolute())
-    if run.record.exists():
-        raise _taken(root)
     try:
+        _check_free(root)
         run.root.parent.mkdir(parents=True, exist_ok=True)
         need_room(run.root.parent, WORKER_BYTES * len(prepared.replicas))
         run.create()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,12 @@ from pydantic import ValidationError
 
 from dni_runtime.errors import DataError, ImageError, SpecError, UnavailableError
 from dni_runtime.image.apptainer import Apptainer, Mount, usable_apptainer
-from dni_runtime.image.check import inspect_image, verify_hash, verify_signature
+from dni_runtime.image.check import (
+    inspect_image,
+    verify_hash,
+    verify_signature,
+    verify_sources,
+)
 from dni_runtime.image.layers import MODULE_JSON
 from dni_runtime.image.lock import LOCK_NAME, read_lock
 from dni_runtime.plan.plan import Backend
@@ -43,6 +48,7 @@ _LIBRARY_FOLDERS = ("usr/lib64", "lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/a
 def check_host(
     chain: ChainSpec,
     workers: Sequence[WorkerSpec],
+    sources: Mapping[str, Path],  # the user's files that the workers import
     settings: StartSettings,
     data: Path | None,  # folder or file
     locate: Locator,
@@ -66,7 +72,7 @@ def check_host(
             f"{locate('data', 'labels')}: {str(labels)!r} does not exist",
             hint="set data.labels.path",
         )
-    site = _choose(workers, settings, chain.image.require_signed)
+    site = _choose(workers, sources, settings, chain.image.require_signed)
     job = settings.job
     shared = not settings.elsewhere and all(worker.device == "cpu" for worker in workers)
     warnings = filter(
@@ -171,7 +177,10 @@ def _chain_mounts(chain: ChainSpec, locate: Locator) -> Iterator[Mount]:
 
 
 def _choose(
-    workers: Sequence[WorkerSpec], settings: StartSettings, require_signed: bool | str
+    workers: Sequence[WorkerSpec],
+    sources: Mapping[str, Path],
+    settings: StartSettings,
+    require_signed: bool | str,
 ) -> Site:
     backend, images = settings.backend, settings.images
     if backend == "process":
@@ -186,7 +195,7 @@ def _choose(
             return Site("process", notices=(f"{error.message}: using the process backend",))
         hint = f"{error.hint}; or use --backend process"
         raise UnavailableError(error.message, hint=hint) from None
-    return Site("apptainer", tool, check_images(tool, workers, images, require_signed))
+    return Site("apptainer", tool, check_images(tool, workers, images, sources, require_signed))
 
 
 def _image(folder: Path, worker: WorkerSpec) -> Path:
@@ -197,9 +206,10 @@ def check_images(
     tool: Apptainer,
     workers: Sequence[WorkerSpec],
     folder: Path,  # of the images and their lock
+    sources: Mapping[str, Path],
     require_signed: bool | str = False,
 ) -> dict[str, Path]:
-    """Return the image of each module after checking spec, hash and signature; run none.
+    """Return the image of each module after checking spec, sources, hash and signature; run none.
 
     ``require_signed``: each image needs a valid signature; a text names the public key for it.
     """
@@ -233,6 +243,7 @@ def check_images(
                 hint="rebuild the images with 'dnictl build'",
             )
         if entry is not None:
+            verify_sources(image, entry, sources)
             verify_hash(image, entry)
         return image.absolute()
 

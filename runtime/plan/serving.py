@@ -60,9 +60,7 @@ def serving_chain(
             )
             for module in modules
         ),
-        sources={
-            str(path.relative_to(sources)): path for path in sources.rglob("*") if path.is_file()
-        },
+        sources=record.run.source_files,
         initial=_with_borrowed(
             workers,
             {

@@ -21,7 +21,7 @@ from dni_runtime.errors import ImageError, UsageError
 from dni_runtime.files import opened, write_atomic, write_json
 from dni_runtime.image import sif
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.image.check import lock_entry, verify_hash
+from dni_runtime.image.check import lock_entry, verify_hash, verify_sources
 from dni_runtime.image.lock import LOCK_NAME, ImageLock, read_lock
 from dni_runtime.image.oci import INDEX, MANIFEST, Descriptor, Index, Layout, Manifest
 from dni_runtime.plan.serving import serving_chain
@@ -212,8 +212,12 @@ def _checked(record: Record, images: Path) -> ImageLock:
                 f"{image} is of another version of module {worker.module!r}",
                 hint="build the images of the chain that was trained: dnictl build",
             )
+        verify_sources(image, entry, record.run.source_files)
         verify_hash(image, entry)
-    return lock
+    entries = {
+        name: one.model_copy(update={"mtime_ns": None}) for name, one in lock.modules.items()
+    }
+    return lock.model_copy(update={"modules": entries})
 
 
 def _listed(layout: Layout, manifest: Manifest) -> Descriptor:

@@ -134,6 +134,8 @@ def find_run(name: str | None, folder: Path) -> Record:
 
     By default it is the caller's latest run.
     """
+    if name == "":  # of a variable that is not set, say: all names begin with it
+        raise UsageError("a run's name is empty", hint="see 'dnictl ps'")
     if name is not None:
         for path in (Path(name), folder / name):
             if (path / "run.json").is_file():

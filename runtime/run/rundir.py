@@ -107,6 +107,12 @@ class RunDir:
         return RunDir(self._container)
 
     @property
+    def source_files(self) -> dict[str, Path]:
+        """The user's source files, by their path relative to an import root."""
+        files = (path for path in self.sources.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.sources)): path for path in files}
+
+    @property
     def groups(self) -> list[Path]:
         return [*(self.root / "endpoints").glob("*.group")]
 

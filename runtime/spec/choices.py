@@ -219,3 +219,11 @@ def validated(
     except ValidationError as error:
         inner, message, hint = explain_details(error, model)
         raise SpecError(what + message, location=(*location, *inner), hint=hint) from None
+
+
+def given(model: type[Options], values: Mapping[str, Any]) -> Options:
+    """Check what a user gives to a command or a call; raises ``UsageError``."""
+    try:
+        return validated(model, values, ())
+    except SpecError as error:
+        raise UsageError(f"{error.path}: {error.message}", hint=error.hint) from None

@@ -45,6 +45,12 @@ WorkerName = Annotated[
 ]
 """Of documents that another one may have written: paths are made of it."""
 
+RunName = Annotated[
+    str,
+    matching(r"^([^/.]|\.[^/.]|\.\.[^/])[^/]*$", "the name of a folder"),
+]
+"""The same of a run: its directory's name."""
+
 Words = Annotated[
     tuple[str, ...],
     BeforeValidator(
@@ -92,9 +98,11 @@ def module_of(worker: str) -> str:
 
 
 class Frozen(BaseModel):
-    """Immutable, with unknown keys refused."""
+    """Immutable, with unknown keys refused, and numbers that are none."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
 
 
 def _named(value: Any, what: str) -> tuple[str, Any]:

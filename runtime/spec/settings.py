@@ -62,10 +62,14 @@ def find_setting(name: str, chain: ChainSpec) -> str:
             raise UsageError(
                 f"{name!r} can be one of {', '.join(meant)}", hint="name it by its whole path"
             )
-    if name.rpartition(".")[0] in dict(settings_in(_document(chain))):
-        return name  # one more keyword of an optimizer, say
-    last = sorted({path.rpartition(".")[2] for path in allowed})
-    hint = suggestion(name.rpartition(".")[2], last) or "'dnictl config' shows its settings"
+    above, _, last = name.rpartition(".")
+    written = dict(settings_in(_document(chain)))
+    if above in written:  # one more keyword of an optimizer, say
+        return f"{above}.{word}.{last}" if isinstance(word := written[above], str) else name
+    if written.get(above.rpartition(".")[0]) == above.rpartition(".")[2]:  # its first one
+        return name
+    known = sorted({path.rpartition(".")[2] for path in allowed})
+    hint = suggestion(last, known) or "'dnictl config' shows its settings"
     if name == "lr":
         hint = "it names no optimizer yet, so give it one: 'optimizer={Adam: {lr: 0.01}}'"
     raise UsageError(f"the chain has no setting {name!r}", hint=hint)
@@ -101,8 +105,16 @@ def with_settings(chain: ChainSpec, settings: Mapping[str, Any]) -> ChainSpec:
         *folders, last = path.split(".")
         at: Any = document
         for word in folders:
-            at = at.setdefault(word, {}) if isinstance(at, dict) else dict(_items(at))[word]
-        at[last if isinstance(at, dict) else [key for key, _ in _items(at)].index(last)] = value
+            if isinstance(at, dict):
+                if isinstance(at.get(word), str):  # a name without keywords
+                    at[word] = {at[word]: {}}
+                at = at.setdefault(word, {})
+            else:
+                at = dict(_items(at)).get(word)
+        keys = [key for key, _ in _items(at)]
+        if last not in keys and not isinstance(at, dict):
+            raise UsageError(f"{words_of(settings)}: {'.'.join(folders)!r} has no {last!r}")
+        at[last if isinstance(at, dict) else keys.index(last)] = value
     try:
         return ChainSpec.model_validate(document)
     except ValidationError as error:

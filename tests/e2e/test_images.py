@@ -196,12 +196,12 @@ def test_nothing_of_an_image_is_run_before_it_is_trusted(
     write(tmp_path, chain(["tail"]))
     workers = prepare(tmp_path / "chain.yaml").workers
     with pytest.raises(ImageError, match="another spec"):
-        check_images(tool, workers, copy)
+        check_images(tool, workers, copy, {})
     with pytest.raises(ImageError, match=r"dni\.lock"):
-        check_images(tool, workers, copy, require_signed=True)
+        check_images(tool, workers, copy, {}, require_signed=True)
     shutil.copy(images / "dni.lock", copy)
     with pytest.raises(ImageError, match="signature"):
-        check_images(tool, workers, copy, require_signed=True)
+        check_images(tool, workers, copy, {}, require_signed=True)
     assert not mark.exists()
     shutil.rmtree(copy)
 

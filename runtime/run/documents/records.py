@@ -9,7 +9,7 @@ from pydantic import Field
 
 from dni_runtime.run.documents.base import Document
 from dni_runtime.spec.edge import Preprocessing
-from dni_runtime.spec.named import WorkerName
+from dni_runtime.spec.named import RunName, WorkerName
 from dni_runtime.spec.profile import ProfileSpec
 
 FORMAT = 1
@@ -35,7 +35,7 @@ class RunHeader(Document):
 class RunRecord(RunHeader):
     """The content of ``run.json``."""
 
-    name: str = Field(alias="run")
+    name: RunName = Field(alias="run")
     chain: str  # the chain's name
     modules: tuple[WorkerName, ...]  # the workers, head first: several for a module with replicas
     backend: str

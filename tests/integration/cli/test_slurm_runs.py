@@ -151,6 +151,21 @@ def test_dry_runs_print_json_where_asked(
     ]  # fmt: skip
 
 
+def test_a_job_that_is_waited_for_prints_one_line_for_programs(
+    dnictl: Dnictl, write_chain: WriteChain, program: Program
+) -> None:
+    write_chain()
+    program("sinfo", "echo 'batch*|1|64|64000|(null)'")
+    program("sbatch", "echo 7")
+    program("squeue", "")
+    program("sacct", "echo '7|CANCELLED|0:0|None|'")
+    command = ("submit", "--backend", "process", "--wait")
+    result = dnictl(*command, "--parsable", "--name", "a")
+    assert result.out == "a;7\n"
+    assert "a: lost" in result.err
+    assert "b: lost" in dnictl(*command, "--name", "b").out
+
+
 def test_a_sweep_of_jobs(
     dnictl: Dnictl, write_chain: WriteChain, folder: Path, program: Program
 ) -> None:

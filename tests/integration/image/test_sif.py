@@ -106,10 +106,11 @@ def partitions(folder: Path, *layers: Files, types: str = "Squashfs") -> tuple[A
 def test_the_spec_is_read_from_the_topmost_layer_that_has_one(tmp_path: Path) -> None:
     base = {
         "opt/dni/module.json": '{"in": "base"}',
-        sif._LABELS: '{"io.dni-runtime.module": "a\\u001b[2J"}',
+        sif._LABELS: '{"io.dni-runtime.module": "a\\u001b[2J", "io.dni-runtime.\\u001bc": ""}',
     }
     tool, image = partitions(tmp_path, base, {"opt/dni/src/x.py": ""})
-    assert check.inspect_image(tool, image) == check.Inspection({"module": "a?[2J"}, {"in": "base"})
+    labels = {"module": "a?[2J", "?c": ""}
+    assert check.inspect_image(tool, image) == check.Inspection(labels, {"in": "base"})
     shutil.rmtree(tmp_path / "layer-1")
     tool, image = partitions(tmp_path, base, {"opt/dni/module.json": '{"in": "layer"}'})
     assert check.inspect_image(tool, image).module == {"in": "layer"}

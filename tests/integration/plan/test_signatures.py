@@ -35,10 +35,10 @@ def test_signatures_that_are_required(
     program.chmod(0o755)
     tool = Apptainer(program, "apptainer", (1, 4, 5))
     with pytest.raises(ImageError, match=r"signature of .*middle\.sif cannot be confirmed: no"):
-        check_images(tool, workers, folder, required)
+        check_images(tool, workers, folder, {}, required)
     asked_for = sorted(line.split() for line in asked.read_text().splitlines())
     ways = [[*words, str(folder / f"{name}.sif")] for name in ("bottom", "middle", "top")]
     assert asked_for in (ways[:2], ways)  # all at once, as far as there are cores
     asked.unlink()
-    check_images(tool, workers, folder)
+    check_images(tool, workers, folder, {})
     assert not asked.exists()

@@ -24,6 +24,7 @@ from dni_runtime.image.oci import MANIFEST, Descriptor, Layout
 from dni_runtime.release.names import Address
 from dni_runtime.release.registry import Repository, credentials
 from dni_runtime.release.store import Store, _extract
+from dnictl.main import main
 from tests.conftest import eventually
 
 
@@ -159,6 +160,17 @@ def test_a_token_is_got_with_the_password_and_used_again(address: Address, tmp_p
     used = [given for path, given in Registry.asked if path.startswith("/v2/digits")]
     assert used == [None, "Bearer t", "Bearer t"]
     assert [given for path, given in Registry.asked if path == "/token"] == ["Basic bWU6c2VjcmV0"]
+
+
+class Hostile(Registry):
+    def do_GET(self) -> None:
+        self.answer(200, {"tags": ["1\x1b[2J"]})
+
+
+def test_names_of_versions_command_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(Hostile) as host, pytest.raises(SystemExit):
+        main(["models", f"oci://{host}/digits"])
+    assert capsys.readouterr().out == f"oci://{host}/digits:1\\u001b[2J\n"
 
 
 def test_another_host_gets_no_password(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dni_runtime.api.run import Run
 from dni_runtime.api.services import check_folder, find_service
 from dni_runtime.errors import UsageError
 from dni_runtime.run.documents.state import process_birth
+from dni_runtime.run.record import Record
 from dni_runtime.serving.documents import ServiceState
 
 
@@ -50,3 +54,19 @@ def test_the_only_one_that_runs_is_meant(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="several services run") as caught:
         find_service(None, tmp_path)
     assert "another, running" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("My_Service", {}, "name: 'My_Service' is not a name of"),
+        ("a", {"port": -1}, "port: -1 is not at least 0"),
+        ("a", {"deadline_s": math.inf}, "deadline_s: inf is not a number"),
+        ("a", {"exit_wait_s": "long"}, "exit_wait_s: 'long' is not a number"),
+    ],
+)
+def test_settings_are_checked(
+    record: Record, name: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        Run(record).serve(name, cut=1, **settings)

@@ -13,6 +13,9 @@ import pytest
 
 from dni_runtime import __version__
 from dni_runtime.errors import DniError, exited
+from dni_runtime.image.oci import INDEX, Index
+from dni_runtime.release.names import VERSION
+from dni_runtime.release.store import Store
 from dni_runtime.run.record import Record
 from dnictl.main import ALIASES, COMMANDS, GROUPS, cli
 from dnictl.runs import WAIT_TIMEOUT
@@ -92,6 +95,38 @@ def test_names_of_runs_are_completed(
     monkeypatch.setenv("COMP_WORDS", f"dnictl {command} sm")
     monkeypatch.setenv("COMP_CWORD", "2")
     assert dnictl().out == "plain,small-1\n"
+
+
+def test_completion_executes_nothing(dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named release is looked for, and its images put together, when the command is run."""
+    asked: list[None] = []
+    monkeypatch.setattr("dni_runtime.image.apptainer.usable_apptainer", lambda: asked.append(None))
+    monkeypatch.setenv("_DNICTL_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "dnictl up --images digits:1.2.0 --dry")
+    monkeypatch.setenv("COMP_CWORD", "4")
+    assert dnictl().out == "plain,--dry-run\n"
+    assert asked == []
+
+
+def test_a_release_that_is_removed_is_told_in_json(
+    dnictl: Dnictl, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(folder))
+    layout = Store().layout
+    for version in "12":
+        index = Index(manifests=(), annotations={VERSION: version})
+        layout.name({f"digits:{version}": layout.add(index.encode(), INDEX)})
+    answer = dnictl("models", "--remove", "digits:1", "--json").json
+    assert answer == {"removed": "digits:1", "bytes": len(index.encode())}
+    assert dnictl("models", "--remove", "digits:2").out == ""
+    assert Store().releases() == {}
+
+
+def test_settings_of_the_environment_are_no_options(
+    dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DNICTL_IMAGES", "elsewhere")
+    assert "no service runs" in dnictl("serve", "--stop").err
 
 
 def test_a_bug_leaves_a_traceback_in_a_file(

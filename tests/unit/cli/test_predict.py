@@ -161,6 +161,19 @@ def test_an_exported_file(dnictl: Dnictl, run: Checkpointed, folder: Path) -> No
     assert "does not take these samples, float32[1, 8, 8]: mat1 and mat2" in result.err
 
 
+def test_data_are_not_replaced_by_predictions(
+    dnictl: Dnictl, run: Checkpointed, folder: Path
+) -> None:
+    x = np.zeros((3, 1, 8, 8), np.uint8)
+    np.savez("new.npz", x_train=x, x_eval=x)
+    command = ("predict", "--data", "{dataset: npz, path: new.npz, labels: none}", "-o", "new.npz")
+    said = dnictl(*command)
+    assert (said.code, "'new.npz' already exists" in said.err) == (64, True), said.err
+    assert loaded(folder / "new.npz").keys() == {"x_train", "x_eval"}
+    assert dnictl(*command, "--force").code == 0
+    assert loaded(folder / "new.npz").keys() == {"outputs"}
+
+
 def test_figures_that_are_not_numbers_are_null(
     dnictl: Dnictl, run: Checkpointed, folder: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 from collections.abc import Callable
@@ -131,11 +132,14 @@ def test_what_belongs_to_others_stays(
 def test_the_folder_of_a_chain_file_is_not_removed(
     dnictl: Dnictl, write_chain: WriteChain, folder: Path
 ) -> None:
-    create_run(folder, prepare(write_chain()), backend="process")
-    ended(Record.read(folder), "finished", 0)
-    result = dnictl("rm", folder, "--yes")
+    root = folder / "run"
+    create_run(root, prepare(write_chain()), backend="process")
+    record = Record.read(root)
+    record.model_copy(update={"chain_file": root / "chain.yaml"}).write(record.run.record)
+    ended(record, "finished", 0)
+    result = dnictl("rm", root, "--yes")
     assert "holds 'chain.yaml', which is no run's" in result.err
-    assert (folder / "chain.yaml").exists()
+    assert (root / "chain.yaml").exists()
 
 
 def test_prune_keeps_the_newest_and_all_that_can_go_on(
@@ -154,6 +158,41 @@ def test_prune_keeps_the_newest_and_all_that_can_go_on(
     assert dnictl("prune", "--keep", "1", "--yes").out == "r-0\nr-1\nr-4\n"
     left = sorted(entry.name for entry in (folder / "runs").iterdir())
     assert left == ["r-2", "r-3", "r-5"]
+
+
+def test_a_run_that_cannot_be_read_hides_no_others(
+    dnictl: Dnictl, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Damaged ones, and one that gives an error of the system, as those of others do."""
+    runs = [make(name, "finished").run for name in ("a-1", "a-2", "a-3", "b-1")]
+    runs[0].state.write_text("")
+    runs[1].job.write_text("{}")
+    runs[2].state.unlink()
+    runs[2].state.mkdir()
+    assert [row["run"] for row in dnictl("ps", "--json").json] == ["b-1"]
+    told = caplog.text
+    assert [f"runs/a-{number} is passed over: " in told for number in (1, 2, 3)] == [True] * 3
+    assert dnictl("prune", "--keep", "0", "--dry-run").out == "b-1\n"
+
+
+def test_a_removal_that_is_declined(
+    dnictl: Dnictl, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make("a-1", "finished").run.root
+    for command in (("rm", "a-1"), ("rm", "a-1", "--json"), ("prune", "--keep", "0")):
+        monkeypatch.setattr("sys.stdin", terminal := io.StringIO("n\n"))
+        monkeypatch.setattr(terminal, "isatty", lambda: True)
+        result = dnictl(*command)
+        assert result.code == 0
+        assert result.out == "" or not result.json["removed"]
+        assert ("nothing was removed" in result.err) == (result.out == "")
+        assert root.exists()
+
+
+def test_no_name_is_that_of_the_only_run(dnictl: Dnictl, record: Record) -> None:
+    ended(record, "finished", 0)
+    assert dnictl("rm", "", "--yes").code == 64
+    assert record.run.record.exists()
 
 
 def test_a_run_directory_holds_what_is_known_of_it() -> None:

@@ -120,6 +120,17 @@ def test_runs_from_the_environment(
     assert len(dnictl("ps", "--json", "--runs", record.run.root.parent).json) == 1
 
 
+def test_a_run_commands_no_terminal(dnictl: Dnictl, record: Record) -> None:
+    """Its name is what somebody else has written."""
+    ended(record, "finished", 0)
+    record.model_copy(update={"name": "\x1b]0;mine\x07"}).write(record.run.record)
+    for command in ("ps", "status", "status --prometheus", "wait", "tensorboard"):
+        result = dnictl(*command.split())
+        assert result.code == 0
+        assert not {"\x1b", "\x07"} & set(result.out + result.err), command
+    assert dnictl("wait").out.startswith("\\u001b]0;mine\\u0007: finished")
+
+
 @pytest.mark.parametrize(("phase", "code"), [("finished", 0), ("stopped", 75), ("stopped", 130)])
 def test_wait_ends_as_the_run_did(phase: str, code: int, dnictl: Dnictl, record: Record) -> None:
     ended(record, phase, code)
@@ -127,6 +138,14 @@ def test_wait_ends_as_the_run_did(phase: str, code: int, dnictl: Dnictl, record:
     assert result.code == code
     assert result.out.startswith(f"small-1: {phase} after 1 min 5 s, epoch 0/2")
     assert dnictl("wait", "--json").json["state"] == phase
+
+
+def test_wait_that_ran_out_of_time_has_figures(dnictl: Dnictl, record: Record) -> None:
+    ended(record, "running", 0, pid=os.getpid(), ended=None)
+    result = dnictl("wait", "--timeout", "0", "--json")
+    assert (result.code, result.json["state"]) == (124, "running")
+    assert result.err == "dnictl: small-1 is still running\n"
+    assert dnictl("wait", "--timeout", "0").out == ""
 
 
 def test_wait_tells_what_failed(dnictl: Dnictl, record: Record) -> None:

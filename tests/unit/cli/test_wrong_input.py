@@ -11,8 +11,10 @@ import torch
 
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, write_lock
+from dni_runtime.plan.prepare import prepare
 from dni_runtime.run.record import Record
 from tests.unit.cli.conftest import Dnictl, Result, WriteChain, ended
+from tests.unit.plan.test_host import write_images
 
 UP = ("up", "chain.yaml", "--backend", "process")
 Change = tuple[str, str]
@@ -37,6 +39,14 @@ WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
         ["chain.yaml:5: losses: [] is not a list of at least 1"],
     ),
     "too small": (("epochs: 2", "epochs: 0"), UP, 78, ["chain.yaml:4: epochs: 0 is not at least"]),
+    "an endless time": (
+        ("epochs: 2", "epochs: 2\nstop_grace_s: 1e999"), UP, 78,
+        ["chain.yaml:5: stop_grace_s: inf is not a number"],
+    ),
+    "a service's name of other letters": (
+        None, ("serve", "chain.yaml", "--name", "My_Service"), 64,
+        ["name: 'My_Service' is not a name of at most 40 lower-case letters"],
+    ),
     "a name of other letters": (
         ("name: small", "name: Small_1"), UP, 78,
         ["'Small_1' is not a name of at most 40 lower-case letters, digits and inner dashes"],
@@ -139,6 +149,27 @@ WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
         None, ("validate", "."), 78, ["'.' cannot be read: Is a directory\n  → give the path of"],
     ),
     "a host twice": (None, (*UP, "--hosts", "a,a"), 64, ["'a'"]),
+    "a sweep here with options of jobs": (
+        None, ("sweep", "seed=1..2", "--qos", "low"), 64, ["--qos is for jobs, which --submit"],
+    ),
+    "a sweep here that waits": (
+        None, ("sweep", "seed=1..2", "--wait"), 64, ["--wait is for jobs"],
+    ),
+    "a sweep of jobs with options of runs here": (
+        None, ("sweep", "seed=1..2", "--submit", "--jobs", "2"), 64, ["--jobs is for runs on this"],
+    ),
+    "an image for a file that is served": (
+        None, ("serve", "chain.yaml", "--images", "i"), 64, ["--images is for modules"],
+    ),
+    "a backend for a file that is served": (
+        None, ("serve", "chain.yaml", "--backend", "process"), 64, ["--backend is for modules"],
+    ),
+    "a wait for exits that are not served": (
+        None, ("serve", "chain.yaml", "--exit-wait", "1"), 64, ["--exit-wait is for modules"],
+    ),
+    "a removal from a registry": (
+        None, ("models", "oci://host/digits", "--remove", "digits:1"), 64, ["on this machine"],
+    ),
     "a sweep of nothing": (None, ("sweep", "chain.yaml"), 64, ["no setting is named", "lr=1e-3"]),
     "a sweep of two chains": (None, ("sweep", "chain.yaml", "b.yaml"), 64, ["'b.yaml' is not"]),
     "a sweep of an unknown setting": (
@@ -256,6 +287,7 @@ WRONG_OF_A_RUN: list[tuple[str, tuple[str, ...], int, list[str]]] = [
     ("new", ("export", "-o", "m.onnx", "--state-dict"), 64, ["'m.onnx'", ".safetensors, .pt"]),
     ("new", ("export", "-o", "chain.yaml"), 64, ["already exists", "--force"]),
     ("new", ("status", "nothing"), 64, ["'nothing'"]),
+    ("new", ("release", "--version", "1", "--key", "chain.yaml", "--unsigned"), 64, ["exclude"]),
     ("finished", ("restart", "top"), 64, ["'small-1' is finished", "dnictl status small-1"]),
     ("stopped", ("restart", "top"), 64, ["'small-1' is stopped", "dnictl resume small-1"]),
     ("running", ("restart", "top"), 64, ["module 'top' has finished"]),
@@ -334,12 +366,16 @@ def test_apptainer_that_is_missing(
     )
 
 
-def test_an_image_of_another_spec(
-    dnictl: Dnictl, write_chain: WriteChain, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def a_container_program(monkeypatch: pytest.MonkeyPatch) -> None:
     tool = Apptainer(Path("/nowhere/apptainer"), "apptainer", (1, 4, 5))
     monkeypatch.setattr("dni_runtime.image.apptainer.find_apptainer", lambda: tool)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
+
+
+def test_an_image_of_another_spec(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_container_program(monkeypatch)
     images = folder / "images"
     images.mkdir()
     locked = {}
@@ -347,7 +383,7 @@ def test_an_image_of_another_spec(
         (images / f"{name}.sif").write_bytes(b"sif")
         locked[name] = LockedImage(
             image=f"{name}.sif", sha256="0" * 64, size_bytes=3, content="1" * 64,
-            module_hash="2" * 64, method="layer",
+            module_hash="2" * 64, sources={}, method="layer",
         )  # fmt: skip
     base = LockedBase(
         content="2" * 64, sha256="3" * 64, definition_sha256="4" * 64, torch="2.13.0", wheels=[]
@@ -361,6 +397,22 @@ def test_an_image_of_another_spec(
         65,
         ["bottom.sif", "from another spec of module 'bottom'", "222222222222", "dnictl build"],
     )
+
+
+def test_images_of_code_that_was_edited_since(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial would try the new code, and the workers would train the old."""
+    a_container_program(monkeypatch)
+    code = folder / "nets.py"
+    code.write_text("import torch\n\nclass Net(torch.nn.ReLU):\n    pass\n")
+    chain = write_chain(("- ReLU", '- import: "nets:Net"'))
+    checked = prepare(chain)
+    write_images(folder / "images", checked.workers, sources=checked.sources)
+    command = ("up", chain, "--backend", "apptainer", "--dry-run")
+    assert dnictl(*command).code == 0
+    code.write_text(code.read_text().replace("ReLU", "Tanh"))
+    check(dnictl(*command), 65, ["bottom.sif was built from another 'nets.py'", "dnictl build"])
 
 
 def test_an_unknown_command_and_option(dnictl: Dnictl) -> None:

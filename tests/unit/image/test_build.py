@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.errors import BuildError, DataError, ImageError, UnavailableError
-from dni_runtime.image import base, build, check, plan, wheels
+from dni_runtime.image import base, build, check, layers, plan, wheels
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.base import BuildOptions
 from dni_runtime.image.layers import ModuleBuild
@@ -73,8 +73,10 @@ def built(modules: list[ModuleBuild], image: ImageSpec, options: BuildOptions) -
             image=f"{entry.module.name}.sif",
             sha256=hashlib.sha256(content).hexdigest(),
             size_bytes=len(content),
+            mtime_ns=(options.out / f"{entry.module.name}.sif").stat().st_mtime_ns,
             content=entry.content,
             module_hash=entry.module.hash,
+            sources=layers.source_digests(entry.files),
             method=options.method,
         )
     assert planned.base.content is not None
@@ -140,6 +142,38 @@ def test_missing_and_altered_images_are_built(image: ImageSpec, options: BuildOp
     path.write_bytes(b"BODY")
     os.utime(path, (2**32, 2**32))  # newer than the lock
     assert reasons(modules, image, options) == ["missing", "altered since it was built", None]
+
+
+def test_another_image_that_is_older_is_found(image: ImageSpec, options: BuildOptions) -> None:
+    """As of a copy that keeps times: 'up' reads it in full, and says to build it."""
+    lock = built([module("head")], image, options)
+    path = options.out / "head.sif"
+    before = path.stat()
+    path.write_bytes(b"HEAD")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns - 10**9))
+    assert reasons([module("head")], image, options) == ["altered since it was built"]
+    path.write_bytes(b"head")
+    assert reasons([module("head")], image, options) == [None]
+    # The lock of another build, as of a version control.
+    entry = lock.modules["head"].model_copy(update={"sha256": "0" * 64, "mtime_ns": 1})
+    write_lock(options.out, lock.model_copy(update={"modules": {"head": entry}}))
+    assert reasons([module("head")], image, options) == ["altered since it was built"]
+
+
+def test_what_is_signed(image: ImageSpec, options: BuildOptions) -> None:
+    lock = built([module("head")], image, options)
+
+    def planned(**how: Any) -> tuple[str | None, bool]:
+        (one,) = plan.plan_build([module("head")], image, replace(options, **how)).modules
+        return one.reason, one.sign
+
+    pem = {"sign": True, "key": options.out / "private.pem"}
+    assert planned(sign=True) == planned(**pem) == (None, True)
+    assert planned(force=True) == ("--force", False)
+    entry = lock.modules["head"].model_copy(update={"signed": "pgp"})
+    write_lock(options.out, lock.model_copy(update={"modules": {"head": entry}}))
+    assert planned() == planned(sign=True) == (None, False)
+    assert planned(**pem) == ("signed otherwise", True)
 
 
 def test_a_touched_image_with_the_same_content_is_kept(

@@ -72,6 +72,7 @@ def _locked(folder: Path, sha256: str, size: int) -> None:
         "size_bytes": size,
         "content": "c",
         "module_hash": "m",
+        "sources": {},
         "method": "layer",
     }
     base = {"content": "c", "sha256": "s", "definition_sha256": "d", "torch": "2", "wheels": []}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,8 @@ def test_files(module: ModuleBuild, tmp_path: Path) -> None:
         "opt/dni/src/pkg/mine.py": b"class Mine: pass\n",
         "opt/dni/runtime/dni_runtime/wire/frames.py": b"x = 1\n",
     }
+    digest = hashlib.sha256(b"class Mine: pass\n").hexdigest()
+    assert layers.source_digests(files) == {"pkg/mine.py": digest}
 
 
 def test_an_image_holds_what_a_worker_imports_and_no_more() -> None:

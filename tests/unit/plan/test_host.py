@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ def check(
     chain: ChainSpec, workers: tuple[WorkerSpec, ...], data: Path | None = None, **settings: object
 ) -> Site:
     given = {"backend": "process"} | settings
-    return check_host(chain, workers, StartSettings(Path("/run"), **given), data, place)  # type: ignore[arg-type]
+    settings = StartSettings(Path("/run"), **given)  # type: ignore[arg-type]
+    return check_host(chain, workers, {}, settings, data, place)
 
 
 def test_processes_need_nothing(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
@@ -100,8 +101,13 @@ def write_images(
     folder: Path,
     workers: tuple[WorkerSpec, ...],
     locked: tuple[WorkerSpec, ...] | None = None,
+    sources: Mapping[str, Path] | None = None,
 ) -> None:
     """Files that pass for images, and the lock of all of them or of some."""
+    digests = {
+        name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for name, path in (sources or {}).items()
+    }
     folder.mkdir()
     modules = {}
     for worker in workers:
@@ -114,6 +120,7 @@ def write_images(
             size_bytes=3,
             content="1" * 64,
             module_hash=worker.hash,
+            sources=digests,
             method="layer",
         )
     base = LockedBase(
@@ -178,7 +185,7 @@ def test_an_image_that_the_lock_does_not_know_is_asked(
         return Answer()
 
     monkeypatch.setattr(host, "inspect_image", inspect)
-    check_images(TOOL, workers, folder)
+    check_images(TOOL, workers, folder, {})
     assert asked == [folder / "middle.sif"]
 
 
@@ -187,7 +194,22 @@ def test_an_image_that_was_altered(tmp_path: Path, workers: tuple[WorkerSpec, ..
     write_images(folder, workers)
     (folder / "middle.sif").write_bytes(b"siF")  # of the same size
     with pytest.raises(ImageError, match=r"middle\.sif is not the image that was built"):
-        check_images(TOOL, workers, folder)
+        check_images(TOOL, workers, folder, {})
+
+
+def test_an_image_of_other_code(tmp_path: Path, workers: tuple[WorkerSpec, ...]) -> None:
+    """A file that only the image or only the run has is no difference, nor is another path."""
+    folder, here, there = (tmp_path / name for name in ("images", "here", "there"))
+    for code in (here, there):
+        code.mkdir()
+        (code / "nets.py").write_text("RATE = 1\n")
+    built = {"nets.py": here / "nets.py", "old.py": here / "nets.py"}
+    write_images(folder, workers, sources=built)
+    sources = {"nets.py": there / "nets.py", "notebook.py": here / "nets.py"}
+    check_images(TOOL, workers, folder, sources)
+    (there / "nets.py").write_text("RATE = 2\n")
+    with pytest.raises(ImageError, match=r"bottom\.sif.* another 'nets\.py' .*\n.*dnictl build"):
+        check_images(TOOL, workers[:1], folder, sources)
 
 
 def test_a_signature_that_is_required_comes_before_all_else(
@@ -200,7 +222,7 @@ def test_a_signature_that_is_required_comes_before_all_else(
     for name in ("inspect_image", "verify_hash", "verify_signature"):
         monkeypatch.setattr(host, name, lambda *args, n=name, **_: asked.append((n, args[1])))
     image = folder / "bottom.sif"
-    check_images(TOOL, workers[:1], folder, require_signed=True)
+    check_images(TOOL, workers[:1], folder, {}, require_signed=True)
     assert [name for name, _ in asked] == ["verify_signature", "verify_hash"]
     asked.clear()
     for unknown in ("not in the lock", "no lock"):
@@ -209,7 +231,7 @@ def test_a_signature_that_is_required_comes_before_all_else(
         else:
             write_lock(folder, read_lock(folder).model_copy(update={"modules": {}}))
         with pytest.raises(ImageError, match=r"is not in .*dni\.lock.*require_signed.*\n.*copy"):
-            check_images(TOOL, workers[:1], folder, require_signed=True)
+            check_images(TOOL, workers[:1], folder, {}, require_signed=True)
     assert asked == []
     assert image.is_file()
 
@@ -222,7 +244,7 @@ def test_an_image_with_another_document_than_a_spec(
     answer = Inspection({}, {"module": 3})
     monkeypatch.setattr(host, "inspect_image", lambda *_: answer)
     with pytest.raises(ImageError, match=r"module\.json in .*bottom\.sif.* is not a valid module"):
-        check_images(TOOL, workers, folder)
+        check_images(TOOL, workers, folder, {})
 
 
 @pytest.mark.usefixtures("apptainer")

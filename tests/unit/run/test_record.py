@@ -11,7 +11,7 @@ import pytest
 from dni_runtime import __version__
 from dni_runtime.errors import CheckpointError, DataError, UsageError
 from dni_runtime.files import read_json, write_json
-from dni_runtime.plan.create import create_run, new_run_id
+from dni_runtime.plan.create import check_place, create_run, new_run_id
 from dni_runtime.plan.prepare import CheckedChain
 from dni_runtime.run.record import Record, find_run, list_runs
 
@@ -37,6 +37,19 @@ def test_a_run_is_not_overwritten(record: Record, prepared: CheckedChain) -> Non
     with pytest.raises(UsageError, match="already holds a run") as caught:
         create_run(record.run.root, prepared, backend="process")
     assert "dnictl resume" in str(caught.value)
+
+
+def test_a_folder_of_the_users_is_no_run_directory(tmp_path: Path, prepared: CheckedChain) -> None:
+    """Its chain.yaml would be replaced, and others could not read it any more."""
+    folder = tmp_path / "mine"
+    folder.mkdir(mode=0o755)
+    create_run(folder, prepared, backend="process")  # an empty one is as good as none
+    other = prepared.base
+    for make in (create_run, lambda root, *_, **__: check_place(root, tmp_path)):
+        with pytest.raises(UsageError, match=r"'.*project' is not empty"):
+            make(other, prepared, backend="process")
+    assert sorted(path.name for path in other.iterdir()) == ["chain.yaml", "layers.py"]
+    assert other.stat().st_mode & 0o777 != 0o700
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, prepared: CheckedChain) -> None:
@@ -84,6 +97,24 @@ def test_a_record_names_no_paths(record: Record, module: str) -> None:
     write_json(record.run.record, document | {"modules": [module]})
     with pytest.raises(DataError, match=r"is damaged: modules\.0: .* is not the name of a worker"):
         Record.read(record.run.root)
+
+
+@pytest.mark.parametrize("name", ["/tmp/made", "../made", "..", ".", "", "a/b"])
+def test_a_record_is_not_named_by_a_path(record: Record, name: str) -> None:
+    """TensorBoard's files go into a folder of that name."""
+    document = read_json(record.run.record)
+    assert document is not None
+    write_json(record.run.record, document | {"run": name})
+    with pytest.raises(DataError, match=r"is damaged: run: .* is not the name of a folder"):
+        Record.read(record.run.root)
+
+
+@pytest.mark.parametrize("name", ["a", ".a", "..a", "...", "a.b", "my run", "\u00fc["])
+def test_a_run_has_the_name_of_its_folder(
+    tmp_path: Path, prepared: CheckedChain, name: str
+) -> None:
+    create_run(tmp_path / name, prepared, backend="process")
+    assert Record.read(tmp_path / name).name == name
 
 
 def test_damaged_specs(record: Record) -> None:
@@ -145,6 +176,7 @@ def test_finding_a_run(runs: Path) -> None:
     ("name", "message"),
     [
         ("a", "'a' is the beginning of 2 runs"),
+        ("", "name is empty"),
         ("c", "no run 'c'.*\n.*runs: b-1, a-1, a-2"),
         ("x/y", "'x/y' is not a run directory"),
     ],

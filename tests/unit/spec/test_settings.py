@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.errors import UsageError
+from dni_runtime.spec import Choice
 from dni_runtime.spec.load import parse_chain
 from dni_runtime.spec.settings import differing, read_setting, read_value, with_settings, words_of
 
@@ -37,6 +38,8 @@ modules:
         ("norm=1,2", "modules.top.clip.norm", [1, 2]),
         ("bottom.out_features=8", "modules.bottom.layers.0.Linear.out_features", [8]),
         ("defaults.optimizer.Adam.eps=1e-6", "defaults.optimizer.Adam.eps", [1e-6]),
+        ("defaults.interface.a=1", "defaults.interface.mixed.a", [1]),  # which is a word there
+        ("defaults.interface.mixed.a=1", "defaults.interface.mixed.a", [1]),
     ],
 )
 def test_a_name_means_one_setting(text: str, path: str, values: list[Any]) -> None:
@@ -85,6 +88,29 @@ def test_other_values() -> None:
     assert words_of(settings) == "seed=7 bias=False window=2"
     with pytest.raises(UsageError, match=r"seed=x: seed: 'x' is not a whole number"):
         with_settings(CHAIN, {"seed": "x"})
+
+
+def test_keywords_of_what_is_written_as_a_word() -> None:
+    names = ("defaults.interface.local_weight", "defaults.interface.mixed.similarity")
+    settings = dict(read_value(f"{name}=0.3", CHAIN) for name in names)
+    interface = with_settings(CHAIN, settings).defaults.interface
+    assert interface == Choice(name="mixed", args={"local_weight": 0.3, "similarity": 0.3})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data.batch_size.x=1", "x=1: 'data.batch_size' has no 'x'"),
+        ("modules.top.layers.1=Tanh", "1=Tanh: 'modules.top.layers' has no '1'"),
+        ("modules.bottom.layers.1.x=1", "x=1: 'modules.bottom.layers.1.ReLU' has no 'x'"),
+        ("name.x=1", "x=1: name: "),
+        ("data.dataset.x=1", "x=1: data.dataset: "),
+    ],
+)
+def test_settings_of_what_has_none(text: str, message: str) -> None:
+    path, value = read_value(text, CHAIN)
+    with pytest.raises(UsageError, match=message):
+        with_settings(CHAIN, {path: value})
 
 
 def test_differences_are_named_once() -> None:
