@@ -102,11 +102,14 @@ def verify_sources(image: Path, entry: LockedImage, sources: Mapping[str, Path])
     A file that only one of them has is no difference: which of the user's modules are imported
     depends on the process.
     """
+    hint = "rebuild the images of this code with 'dnictl build'"
+    if entry.sources is None:
+        raise ImageError(f"which code {image} was built from is not known", hint=hint)
     for name, sha256 in entry.sources.items():
         if name in sources and sha256_file(sources[name]) != sha256:
             raise ImageError(
                 f"{image} was built from another {name!r} than {str(sources[name])!r}",
-                hint="rebuild the images of this code with 'dnictl build'",
+                hint=hint,
             )
 
 

@@ -42,7 +42,8 @@ class LockedImage(_LockModel):
     mtime_ns: int | None = None  # of the file, where it was built
     content: str  # hash of its inputs (base, layer, build method)
     module_hash: str  # of the module's spec
-    sources: dict[str, str]  # SHA-256 of the user's files in it, by path
+    # SHA-256 of the user's files in it, by path; None in locks of before there were these.
+    sources: dict[str, str] | None = None
     method: Literal["layer", "full"]  # on a copy of the base, or built from its own definition
     definition_sha256: str | None = None  # for "full"
     signed: Literal["pgp", "pem"] | None = None

@@ -92,7 +92,7 @@ def _reason(content: str | None, locked: LockedImage | None, options: BuildOptio
     """Return why an image must be built, or None if it is up to date."""
     if locked is None:
         return "not built yet"
-    if content != locked.content:
+    if content != locked.content or locked.sources is None:
         return "changed"
     if options.sign and locked.signed not in (None, options.signature):
         return "signed otherwise"

@@ -158,6 +158,10 @@ def test_another_image_that_is_older_is_found(image: ImageSpec, options: BuildOp
     entry = lock.modules["head"].model_copy(update={"sha256": "0" * 64, "mtime_ns": 1})
     write_lock(options.out, lock.model_copy(update={"modules": {"head": entry}}))
     assert reasons([module("head")], image, options) == ["altered since it was built"]
+    # One of before locks said of which code an image is.
+    entry = lock.modules["head"].model_copy(update={"sources": None})
+    write_lock(options.out, lock.model_copy(update={"modules": {"head": entry}}))
+    assert reasons([module("head")], image, options) == ["changed"]
 
 
 def test_what_is_signed(image: ImageSpec, options: BuildOptions) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,14 @@ import pytest
 from dni_runtime.errors import DataError, ImageError, UnavailableError
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.image.check import Inspection
-from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, read_lock, write_lock
+from dni_runtime.image.lock import (
+    LOCK_NAME,
+    ImageLock,
+    LockedBase,
+    LockedImage,
+    read_lock,
+    write_lock,
+)
 from dni_runtime.plan import host
 from dni_runtime.plan.host import (
     check_devices,
@@ -209,6 +217,12 @@ def test_an_image_of_other_code(tmp_path: Path, workers: tuple[WorkerSpec, ...])
     check_images(TOOL, workers, folder, sources)
     (there / "nets.py").write_text("RATE = 2\n")
     with pytest.raises(ImageError, match=r"bottom\.sif.* another 'nets\.py' .*\n.*dnictl build"):
+        check_images(TOOL, workers[:1], folder, sources)
+    lock = folder / LOCK_NAME
+    document = json.loads(lock.read_text())
+    del document["modules"]["bottom"]["sources"]
+    lock.write_text(json.dumps(document))
+    with pytest.raises(ImageError, match=r"which code .*bottom\.sif was built from is not known"):
         check_images(TOOL, workers[:1], folder, sources)
 
 
