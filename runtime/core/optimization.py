@@ -1,4 +1,7 @@
-"""From a module's gradients to its weights: loss scale, clipping, optimizers, averages."""
+"""From a module's gradients to its weights: loss scale, clipping, optimizers, averages.
+
+It is one file because these are the steps of one update.
+"""
 
 from __future__ import annotations
 

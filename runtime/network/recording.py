@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -125,7 +125,8 @@ def inline(program: fx.GraphModule) -> fx.Graph:
             continue
         body = next(operand for operand in node.all_input_nodes if operand.op == "get_attr")
         at = node.args.index(body)
-        modes = (partial(_grad if at == 1 else _autocast, *node.args[:at]),)
+        context = torch.set_grad_enabled if at == 1 else torch.autocast
+        modes = (partial(context, *node.args[:at]),)
         inner = inline(getattr(program, str(body.target)))
         new: dict[fx.Node, Any] = {}
         arguments = iter(node.args[at + 1 :])
@@ -164,17 +165,15 @@ def assign_early(graph: fx.Graph, buffer: fx.Node) -> None:
         node.meta["nn_module_stack"] = value.meta.get("nn_module_stack", {})
 
 
-def _grad(enabled: bool, *, device: str) -> contextlib.AbstractContextManager[Any]:
-    return torch.set_grad_enabled(enabled)
+def mode_on(device: str, mode: partial[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context for a device: autocast was traced on the CPU, by ``x.device.type`` too."""
+    if mode.func is torch.autocast and mode.args[0] == "cpu" and device != "meta":
+        return torch.autocast(device, *mode.args[1:])
+    return cast("contextlib.AbstractContextManager[Any]", mode())
 
 
-def _autocast(traced: str, *args: Any, device: str) -> contextlib.AbstractContextManager[Any]:
-    """``torch.autocast(x.device.type, ...)``: traced on the CPU, it is of the device it runs on."""
-    return torch.autocast(device if traced == "cpu" else traced, *args)
-
-
-def under(operation: Callable[..., Any], modes: tuple[Callable[..., Any], ...]) -> Any:
-    """Return an operation that runs in some contexts, each made for the operands' device."""
+def under(operation: Callable[..., Any], modes: tuple[partial[Any], ...]) -> Any:
+    """Return an operation that runs in some contexts, on its operands' device."""
 
     @wraps(operation, assigned=("__name__",), updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -182,7 +181,7 @@ def under(operation: Callable[..., Any], modes: tuple[Callable[..., Any], ...]) 
         device = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
         with contextlib.ExitStack() as stack:
             for mode in modes:
-                stack.enter_context(mode(device=device))
+                stack.enter_context(mode_on(device, mode))
             return operation(*args, **kwargs)
 
     return run

@@ -20,7 +20,7 @@ from dni_runtime.core.export import connect
 from dni_runtime.errors import SpecError
 from dni_runtime.network.piece import Piece, tie
 from dni_runtime.network.program import Section
-from dni_runtime.network.recording import _autocast, under
+from dni_runtime.network.recording import mode_on, under
 from dni_runtime.network.source import NetworkSpec, NetworkWrapper, build_network, read_tensor
 from dni_runtime.network.tracing import trace
 from tests.specs import float32, int64
@@ -401,10 +401,10 @@ def test_autocast_of_the_inputs_device(traced: str, device: str, used: str) -> N
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # CUDA is not available
-        mode = _autocast(traced, torch.bfloat16, False, None, device=device)
+        mode = mode_on(device, partial(torch.autocast, traced, torch.bfloat16, False, None))
     assert isinstance(mode, torch.autocast)
     assert mode.device == used
-    run = under(torch.Tensor.matmul, (partial(_autocast, "cpu", torch.bfloat16, False, None),))
+    run = under(torch.Tensor.matmul, (partial(torch.autocast, "cpu", torch.bfloat16, False, None),))
     x = torch.randn(3, 3)
     with torch.autocast("cpu", torch.bfloat16):
         assert (run(x, x).dtype, (x @ x).dtype) == (torch.float32, torch.bfloat16)
