@@ -145,10 +145,10 @@ def compare(
                 "interfaces and strategies are not compared at once",
                 hint="the chain file says which interface the modules have beside replicas",
             )
-        methods = ways.read_strategies(_names(strategies), labelled_strategies, replicas)
+        methods = ways.read_strategies(options.names_of(strategies), labelled_strategies, replicas)
     else:
         every = "exact,synthetic,local,mixed,delayed" if interfaces is None else interfaces
-        methods = ways.read_interfaces(_names(every), labelled)
+        methods = ways.read_interfaces(options.names_of(every), labelled)
     prepared = prepare(chain, data=data)
     if prepared.chain.data.per_replica:
         tell("warning: what trains without replicas, as backpropagation, has the first one's data")
@@ -199,10 +199,6 @@ def compare(
     if not answered(document):
         _print(rows, metric.name, level)
         tell(str(folder / "result.json"))
-
-
-def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 @click.command(hidden=True)

@@ -212,6 +212,11 @@ def flags_given(*names: str) -> list[str]:
     return [max(parameter.opts, key=len) for parameter in given]
 
 
+def names_of(text: str | None) -> tuple[str, ...]:
+    """Return names that are listed with commas."""
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+
+
 def counts_of(changes: Sequence[str]) -> dict[str, int]:
     """Return the numbers in texts ``MODULE=N``."""
     pairs = [change.partition("=") for change in changes]

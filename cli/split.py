@@ -38,10 +38,6 @@ def mapping(text: str, option: str) -> dict[str, Any]:
     return value
 
 
-def _names(text: str | None) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip()) if text else ()
-
-
 @click.command()
 @click.argument("target", metavar="PACKAGE.MODULE:NAME")
 @click.option("--args", "args", metavar="YAML", help="Keyword arguments of NAME.")
@@ -96,9 +92,9 @@ def split(target: str, output: Path, **values: Any) -> None:
         output,
         settings,
         args=mapping(args, "--args") if args else {},
-        at=_names(values.pop("at")),
-        takes=_names(values.pop("takes")),
-        freeze=_names(values.pop("freeze")),
+        at=options.names_of(values.pop("at")),
+        takes=options.names_of(values.pop("takes")),
+        freeze=options.names_of(values.pop("freeze")),
         **values,
     )
     parts, warning = taken.parts, doubt(taken.parts)
