@@ -1,4 +1,4 @@
-"""``dnictl sweep``: runs of one chain that differ in settings, here or as jobs."""
+"""``dnictl sweep``: runs of one chain that differ in settings, from here or as jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _POLL_S, _JOB_POLL_S = 1.0, 10.0
 @click.command()
 @click.argument("settings", nargs=-1, required=True, metavar="[CHAIN] NAME=VALUES...")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-              help="Runs at once on this host.")  # fmt: skip
+              help="Runs at once, unless they are Slurm jobs.")  # fmt: skip
+@options.hosts
 @click.option("--submit", "by_slurm", is_flag=True, help="Submit each run as a Slurm job instead.")
 @click.option("--wait", "wait_for_it", is_flag=True,
               help="Wait for the jobs, and print the table.")  # fmt: skip
@@ -44,6 +45,7 @@ _POLL_S, _JOB_POLL_S = 1.0, 10.0
 def sweep(
     settings: tuple[str, ...],
     jobs: int,
+    hosts: str | None,
     by_slurm: bool,
     wait_for_it: bool,
     profile: str | None,
@@ -66,6 +68,7 @@ def sweep(
       dnictl sweep chain.yaml lr=1e-3,3e-3 seed=0..2
       dnictl sweep lr=1e-3,3e-3 seed=0..2 --name rates --submit --time 1:00:00 --wait
     """
+    from dni_runtime.api.planning import scheduled
     from dni_runtime.measure.sweep import best_first, compared_metric, read_outcome, read_variants
     from dni_runtime.plan.create import check_place, new_run_id
     from dni_runtime.plan.prepare import prepare
@@ -73,8 +76,8 @@ def sweep(
     from dni_runtime.schedulers.schedulers import read_states
 
     of_jobs = ("wait_for_it", "qos", "partition", "account", "time")
-    for flag in options.flags_given(*(("jobs",) if by_slurm else of_jobs)):
-        whose = "runs on this host" if by_slurm else "jobs, which --submit makes"
+    for flag in options.flags_given(*(("jobs", "hosts") if by_slurm else of_jobs)):
+        whose = "runs started from here" if by_slurm else "jobs, which --submit makes"
         raise UsageError(f"{flag} is for {whose}", hint=f"omit {flag}")
     chain, texts = Path("chain.yaml"), settings
     if "=" not in settings[0]:
@@ -97,7 +100,8 @@ def sweep(
         root = (runs / variant.run).absolute()
         start_settings = StartSettings(root, backend, images, log_level=log_level)
         if not by_slurm:
-            options.planned_run(variant.prepared, start_settings).launch().detach()
+            here = scheduled(start_settings, variant.prepared, hosts)
+            options.planned_run(variant.prepared, here).launch().detach()
             return Run.open(root)
         from dni_runtime.schedulers.slurm.submit import job_record, submit_run
         from dnictl.submit import job_request

@@ -17,6 +17,7 @@ from dni_runtime.data.splits import Batch, Half, Split, dtype_name, sample_of
 from dni_runtime.errors import DataError
 from dni_runtime.packing import no_labels, pack
 from dni_runtime.spec import DataInfo, DataSpec
+from dni_runtime.spec.load import suggestion
 from dni_runtime.wire import INPUTS_LIMIT
 
 LABELS = ("label", "labels")
@@ -163,10 +164,11 @@ class UserSplit(Split):
         missing = [key for key in keys if key not in batch]
         if missing or (not self._spec.label and len(keys) != 1):
             what = f"no label {missing[0]!r}" if missing else "no label known"
+            hint = f"{suggestion(missing[0], list(batch))}; " if missing else ""
             raise DataError(
                 f"data set {self._name!r} returns dicts: there is {what} among their keys with "
                 f"numbers: {', '.join(map(repr, batch))}",
-                hint="name the label's key in 'data.label'",
+                hint=f"{hint}name the label's key in 'data.label'",
             )
         return keys
 
@@ -177,10 +179,12 @@ class UserSplit(Split):
         missing = [name for name in names if name not in samples]
         if missing or not names:
             what = f"no input {missing[0]!r}" if missing else "no input"
+            hint = suggestion(missing[0], list(samples)) if missing else None
             raise DataError(
                 f"data set {self._name!r} returns dicts: there is {what} among their keys with "
                 f"numbers: {', '.join(map(repr, samples))}",
-                hint="return tensors, NumPy arrays or numbers; 'data.inputs' names the inputs",
+                hint=f"{hint or 'return tensors, NumPy arrays or numbers'}; 'data.inputs' names "
+                "the inputs",
             )
         return names
 

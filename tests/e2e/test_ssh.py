@@ -15,6 +15,7 @@ import pytest
 from dni_runtime.files import read_json
 from dni_runtime.image.apptainer import SYSTEM_FOLDERS
 from dni_runtime.run.documents.state import RunState
+from dni_runtime.run.rundir import RunDir
 from tests.e2e.conftest import (
     FOREVER,
     Site,
@@ -111,6 +112,15 @@ def test_two_hosts_train_a_chain(site: Site, hosts: str) -> None:
     )
     assert not Path(plan["sockets"]).exists()
     assert "epoch 8" in site.run("logs", "top").stdout
+
+
+def test_a_sweep(site: Site, hosts: str) -> None:
+    found = site.json("sweep", site.write(2, LINKS), "seed=1..2", "--hosts", hosts, "--name", "s")
+    assert [run["state"] for run in found["runs"]] == ["finished"] * 2
+    for run in found["runs"]:
+        plan = read_json(RunDir(site.folder / "runs" / run["run"]).plan)
+        assert plan is not None
+        assert {worker["node"] for worker in plan["workers"]} == {"a", "b"}
 
 
 def test_workers_and_connections_may_be_killed(site: Site, hosts: str) -> None:

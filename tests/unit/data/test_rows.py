@@ -282,9 +282,13 @@ def test_collate(make: Any, tmp_path: Path) -> None:
     [
         (
             {"label": "labels"},
-            "no label 'labels' among their keys with numbers: 'mask', 'ids', 'label'",
+            "no label 'labels' among their keys with numbers: 'mask', 'ids', 'label'\n.*did you mean "
+            "'label'",
         ),
-        ({"inputs": ["idx"]}, "no input 'idx' among their keys with numbers: 'mask', 'ids'"),
+        (
+            {"inputs": ["idx"]},
+            "no input 'idx' among their keys with numbers: 'mask', 'ids'\n.*did you mean 'ids'",
+        ),
         (
             counted(6, key="y"),
             r"no label known among their keys with numbers: 'mask', 'ids', 'y'\n.*data\.label",
