@@ -110,23 +110,28 @@ class ForwardPasses:
         self._saved.append(ref(saved))
         return saved
 
-    def _pack_now(self, tensor: Tensor) -> _SavedTensor | _Cast:
+    def _pack_now(self, tensor: Tensor) -> _SavedTensor:
         """Refer to weights, so that their newest values are used."""
         weight = self._weight_cast_to(tensor)
         return self._pack(tensor) if weight is None else _Cast(weight, tensor)
 
-    def _pack_then(self, tensor: Tensor) -> _SavedTensor | _View:
+    def _pack_then(self, tensor: Tensor) -> _SavedTensor:
         """Copy weights, once for each of their versions."""
-        weight = self._weight_cast_to(tensor)
-        memory = _memory(tensor if weight is None else weight)
+        cast_from = self._weight_cast_to(tensor)
+        weight = tensor if cast_from is None else cast_from
+        memory = _memory(weight)
         if memory not in self._weights:
             return self._pack(tensor)
-        key = memory, tensor.dtype, self._version()
+        key = memory, tensor.dtype, self._version(), weight._version
         copy = self._stash.get(key)
         if copy is None:
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             copy = self._stash[key] = whole.set_(tensor.detach().untyped_storage()).clone()
-        return _View(copy, tensor)
+        if cast_from is not None:  # nobody changes what autocast has converted
+            return _View(copy, tensor, copy)
+        saved = _View(copy, tensor, tensor)
+        self._saved.append(ref(saved))
+        return saved
 
     def _weight_cast_to(self, tensor: Tensor) -> Tensor | None:
         """Return the weight that autocast has converted into this tensor, if it did."""
@@ -153,14 +158,16 @@ class _SavedTensor:
         return self.value
 
 
-class _View:
+class _View(_SavedTensor):
     """A tensor that autograd saved of a weight, as a view of that weight's copy."""
 
-    def __init__(self, memory: Tensor, saved: Tensor) -> None:
+    def __init__(self, memory: Tensor, saved: Tensor, watched: Tensor) -> None:
+        super().__init__(watched)
         self._memory = memory
         self._as = saved.size(), saved.stride(), saved.storage_offset()
 
     def tensor(self) -> Tensor:
+        super().tensor()
         return self._memory.as_strided(*self._as)
 
 
@@ -168,7 +175,7 @@ class _Cast(_View):
     """A tensor that autograd saved of a converted weight, which is converted again."""
 
     def __init__(self, weight: Tensor, saved: Tensor) -> None:
-        super().__init__(weight.detach(), saved)
+        super().__init__(weight.detach(), saved, weight)
         self._dtype = saved.dtype
 
     def tensor(self) -> Tensor:

@@ -62,10 +62,12 @@ def check_loss(
             hint=hint,
         ) from None
     trained = [name for name, p in loss.named_parameters() if p.requires_grad]
+    others = [str([*leaf.shape]) for leaf in _leaves(value) if leaf is not p_BP]  # in a list, say
     buffers = dict(loss.named_buffers())
     changed = [name for name, buffer in before.items() if not torch.equal(buffer, buffers[name])]
     for names, wrong in (
         (trained, "has a parameter {!r}, which would not be trained"),
+        (others, "has a parameter of the sizes {}, which would not be trained"),
         (changed, "changes its buffer {!r}, which is in no checkpoint"),
     ):
         if names:
@@ -73,7 +75,11 @@ def check_loss(
                 "the loss " + wrong.format(names[0].rpartition("function.")[2]),
                 location=at,
                 hint="move it into the last module, whose outputs may hold what the loss needs"
-                + ("; or set requires_grad_(False), if it is to stay" if names is trained else ""),
+                + (
+                    "; or set requires_grad_(False), if it is to stay"
+                    if names is not changed
+                    else ""
+                ),
             )
     if adds_up:
         raise SpecError(
@@ -95,6 +101,20 @@ def check_loss(
             hint=f"end with a layer of {info.classes} outputs",
         )
     return loss
+
+
+def _leaves(value: Tensor) -> list[Tensor]:
+    """Return the tensors at which the graph of a value begins."""
+    nodes, seen = [value.grad_fn], set[object]()
+    leaves = []
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                leaves.append(node.variable)
+    return leaves
 
 
 def _adds_up(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:

@@ -116,9 +116,9 @@ def test_two_hosts_train_a_chain(site: Site, hosts: str) -> None:
 
 def test_a_sweep(site: Site, hosts: str) -> None:
     found = site.json("sweep", site.write(2, LINKS), "seed=1..2", "--hosts", hosts, "--name", "s")
-    assert [run["state"] for run in found["runs"]] == ["finished"] * 2
-    for run in found["runs"]:
-        plan = read_json(RunDir(site.folder / "runs" / run["run"]).plan)
+    assert [one["state"] for one in found["runs"]] == ["finished"] * 2
+    for one in found["runs"]:
+        plan = read_json(RunDir(site.folder / "runs" / one["run"]).plan)
         assert plan is not None
         assert {worker["node"] for worker in plan["workers"]} == {"a", "b"}
 

@@ -10,12 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import count, islice
 from pathlib import Path
 
 import msgpack
 import pytest
+import torch
 import zmq
+from torch import nn
+from torch.nn.functional import cross_entropy
 
+from dni_runtime.core.chain import LocalChain
+from dni_runtime.data import open_data
 from dni_runtime.files import read_json, write_atomic
 from dni_runtime.run.cuts import complete_cuts
 from dni_runtime.run.documents.evaluations import Best
@@ -83,6 +89,34 @@ def test_exact_equals_the_single_process_reference(
     chain.start()
     assert set(chain.wait().values()) == {0}, chain.logs()
     assert largest_difference(chain.weights(), reference_weights(spec, 50)) < 1e-5
+
+
+def test_parts_of_a_batch_count_by_their_labels(make: Callable[..., Chain]) -> None:
+    """The head divides batches, and knows which labels the loss leaves out."""
+    interface, optimizer = "{exact: {micro_batches: 4}}", "{SGD: {lr: 0.1, momentum: 0.9}}"
+    written = {"epochs": 9, "steps": 50, "transport": "ipc", "save_every": 1}
+    text = CHAIN.replace("{Adam: {lr: 0.002}}", optimizer) % {"interface": interface, **written}
+    for layer in ("{BatchNorm1d: {num_features: 48}}, ", "{Dropout: {p: 0.1}}, "):
+        text = text.replace(layer, "")  # they see a part, and plain torch the whole batch
+    spec = parse_chain(f"{text}loss: {{CrossEntropyLoss: {{ignore_index: 3}}}}\n")
+    chain = make(spec)
+    chain.start()
+    assert set(chain.wait().values()) == {0}, chain.logs()
+    local = LocalChain(workers_of(spec))
+    network = nn.Sequential(*(step.layers for step in local.steps))
+    update = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    source = open_data(spec.data, Path(), seed=spec.seed)
+    batches = (batch for epoch in count(1) for batch in source.train_batches(epoch))
+    for x, y in islice(batches, 50):
+        update.zero_grad()
+        cross_entropy(network(x), y, ignore_index=3).backward()
+        update.step()
+    expected = {
+        f"{step.spec.module}.{key}": it
+        for step in local.steps
+        for key, it in step.layers.state_dict().items()
+    }
+    assert largest_difference(chain.weights(), expected) < 1e-5
 
 
 def test_exact_is_backprop_however_often_a_connection_is_lost(

@@ -52,15 +52,20 @@ class Shifts(nn.Module):
 class Spoils(nn.Module):
     """Changes a tensor in place that its gradient needs: torch refuses the backward pass.
 
-    ``late``: not for zeros.
+    ``late``: not for zeros; ``weight``: a weight, between two uses.
     """
 
-    def __init__(self, features: int = 8, late: bool = False) -> None:
+    def __init__(self, features: int = 8, late: bool = False, weight: bool = False) -> None:
         super().__init__()
-        self.linear, self.late = nn.Linear(features, features), late
+        self.linear, self.late, self.weight = nn.Linear(features, features), late, weight
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x).exp()
+        if self.weight and not (self.late and bool((x == 0).all())):
+            y = self.linear(y)
+            with torch.no_grad():
+                self.linear.weight.mul_(0.5)
+            return self.linear(y)
         z = y * 1.0
         if not (self.late and bool((x == 0).all())):
             y.mul_(2)

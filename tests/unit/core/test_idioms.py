@@ -118,14 +118,15 @@ def test_data_are_left_as_they_are(interface: str) -> None:
 
 @pytest.mark.parametrize("interface", [*EXACT, *OTHERS])
 @pytest.mark.parametrize("module", ["head", "middle", "tail"])
-def test_what_torch_reports_is_reported(interface: str, module: str) -> None:
+@pytest.mark.parametrize("what", ["", ", weight: true"])
+def test_what_torch_reports_is_reported(interface: str, module: str, what: str) -> None:
     """By ``validate`` if zeros show it, else at the first batch; with the module's name."""
     name = {"head": "a", "middle": "b", "tail": "c"}[module]
-    features = 12 if module == "head" else 8
+    args = f"features: {12 if module == 'head' else 8}{what}"
     with pytest.raises(SpecError, match=f"{name!r} changes a tensor in place") as caught:
-        chain_of(interface, **{module: own("Spoils", f"features: {features}")})
+        chain_of(interface, **{module: own("Spoils", args)})
     assert caught.value.location[:1] == ("modules",)
-    chain = chain_of(interface, **{module: own("Spoils", f"features: {features}, late: true")})
+    chain = chain_of(interface, **{module: own("Spoils", f"{args}, late: true")})
     ((x, y),) = batches(1)
     network = nn.Sequential(*(copy.deepcopy(step.layers) for step in chain.steps))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

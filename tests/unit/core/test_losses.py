@@ -392,16 +392,17 @@ def test_each_loss_of_a_sum_weighs_batches_by_its_own_labels() -> None:
 class Margin(torch.nn.Module):
     """A loss with a scale, which may be trained, and the mean of what it has seen."""
 
-    def __init__(self, trained: bool = False, follows: bool = False) -> None:
+    def __init__(self, trained: bool = False, follows: bool = False, plain: bool = False) -> None:
         super().__init__()
         self.scale = torch.nn.Parameter(torch.tensor(2.0), requires_grad=trained)
+        self.plain = [torch.full((3,), 2.0, requires_grad=plain)]
         self.register_buffer("seen", torch.ones(()))
         self.follows = follows
 
     def forward(self, p: Tensor, y: Tensor) -> Tensor:
         if self.follows:
             self.seen += 1
-        return F.cross_entropy(self.scale * p, y)
+        return F.cross_entropy(self.scale * p * self.plain[0], y)
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -410,6 +411,7 @@ class Margin(torch.nn.Module):
     [
         ("{}", None),
         ("{trained: true}", "'scale', which would not be trained"),
+        ("{plain: true}", r"of the sizes \[3\], which would not be trained"),
         ("{follows: true}", "'seen', which is in no checkpoint"),
     ],
 )

@@ -282,8 +282,8 @@ def test_collate(make: Any, tmp_path: Path) -> None:
     [
         (
             {"label": "labels"},
-            "no label 'labels' among their keys with numbers: 'mask', 'ids', 'label'\n.*did you mean "
-            "'label'",
+            "no label 'labels' among their keys with numbers: 'mask', 'ids', 'label'\n.*"
+            "did you mean 'label'",
         ),
         (
             {"inputs": ["idx"]},

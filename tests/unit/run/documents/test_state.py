@@ -10,7 +10,7 @@ import pytest
 
 from dni_runtime.errors import DataError
 from dni_runtime.files import read_json, write_json
-from dni_runtime.run.documents.state import RunState, process_birth, shell_status
+from dni_runtime.run.documents.state import RunState, machine, process_birth, shell_status
 from dni_runtime.run.rundir import RunDir
 from tests.unit.runs import write_over
 
@@ -27,6 +27,11 @@ def test_round_trip(run: RunDir) -> None:
     assert state.active
     assert (state.pid, state.host) == (os.getpid(), socket.gethostname())
     assert [module.attempt for module in state.modules.values()] == [2, 2]
+
+
+def test_process_ids_are_those_of_a_namespace() -> None:
+    """Containers of one host may have its name, and process ids of their own."""
+    assert os.readlink("/proc/self/ns/pid") == f"pid:[{machine().split()[1]}]"
 
 
 def without_supervisor(run: RunDir, *reports: str) -> RunState:
