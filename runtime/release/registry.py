@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
 
 from dni_runtime.errors import ImageError, UnavailableError, UsageError
 from dni_runtime.image.oci import INDEX, MANIFEST, MOST_DOCUMENT_BYTES, Descriptor, Layout
@@ -57,6 +57,12 @@ class _Session(requests.Session):
         """Another host, to which a registry sends us, gets no password, also none of ~/.netrc."""
         if self.should_strip_auth(str(response.request.url), str(prepared_request.url)):
             prepared_request.headers.pop("Authorization", None)
+
+    def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
+        """Ask this host itself, as Docker and Apptainer do: a proxy's "localhost" is another."""
+        if _LOOPBACK.fullmatch(urlsplit(str(request.url)).netloc):
+            how["proxies"] = {}
+        return super().send(request, **how)
 
 
 class Repository:

@@ -162,6 +162,30 @@ def test_a_token_is_got_with_the_password_and_used_again(address: Address, tmp_p
     assert [given for path, given in Registry.asked if path == "/token"] == ["Basic bWU6c2VjcmV0"]
 
 
+class Proxy(Registry):
+    asked: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append((self.path, self.headers.get("Authorization")))
+        self.answer(200, {"tags": ["proxied"]})
+
+
+def test_a_proxy_is_not_told_what_this_host_is_asked(
+    address: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "config.json", {"auths": {address.host: {"auth": "bWU6c2VjcmV0"}}})
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with serving(Proxy) as proxy:
+        for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"):
+            monkeypatch.setenv(name, f"http://{proxy}")
+        assert Repository(address).tags() == ["1", "2"]
+        assert Proxy.asked == []
+        # Others are asked through it.
+        there = Repository(Address("registry.example", "digits"), plain_http=True)
+        assert there.tags() == ["proxied"]
+
+
 class Hostile(Registry):
     def do_GET(self) -> None:
         self.answer(200, {"tags": ["1\x1b[2J"]})
