@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("--full", is_flag=True, help="Build each module's image from its own definition.")
 @click.option("--sign", is_flag=True, help="Sign the images, with your PGP key or with --key.")
 @click.option(
-    "--key", type=options.FILE, help="Private key in PEM form to sign with (implies --sign)."
+    "--key", type=options.THERE, help="Private key in PEM form to sign with (implies --sign)."
 )
 @click.option("--force", is_flag=True, help="Rebuild everything, the base image too.")
 @click.option(

@@ -50,6 +50,11 @@ class BuildOptions:
     def signature(self) -> Literal["pgp", "pem"] | None:
         return None if not self.sign else "pgp" if self.key is None else "pem"
 
+    @property
+    def signer(self) -> str | None:
+        """What tells one PEM key from another; the signing program chooses the PGP key."""
+        return sha256_file(self.key) if self.sign and self.key is not None else None
+
 
 @dataclass(frozen=True, slots=True)
 class BasePlan:

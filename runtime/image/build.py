@@ -173,6 +173,7 @@ def _make(
             hashlib.sha256(plan.definition.encode()).hexdigest() if plan.definition else None
         ),
         signed=options.signature,
+        signer=options.signer,
     )
 
 

@@ -47,6 +47,7 @@ class LockedImage(_LockModel):
     method: Literal["layer", "full"]  # on a copy of the base, or built from its own definition
     definition_sha256: str | None = None  # for "full"
     signed: Literal["pgp", "pem"] | None = None
+    signer: str | None = None  # for "pem": SHA-256 of the private key's file
 
 
 class ImageLock(_LockModel):

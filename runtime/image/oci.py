@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -30,6 +31,8 @@ MOST_DOCUMENT_BYTES = 4 << 20  # as registries limit manifests
 
 _CHUNK_BYTES = 1 << 20
 _OLD_S = 3600.0
+_GIVEN_UP_S = 7 * 86400.0
+"""After which nobody goes on with a blob that was cut off."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 Digest = Annotated[str, Field(pattern=rf"^{_DIGEST.pattern}$")]
@@ -214,17 +217,25 @@ class Layout:
         return list(needed.values())
 
     def collect(self) -> int:
-        """Remove the blobs that no name leads to; return their bytes."""
+        """Remove the blobs that no name leads to, and old parts of some; return their bytes."""
         roots = self.names().values()
         kept = {blob.digest for root in roots for blob in (root, *self.blobs(root))}
-        freed = 0
+        freed, now = 0, time.time()
+
+        def remove(path: Path, *, older_s: float) -> None:
+            nonlocal freed
+            with contextlib.suppress(FileNotFoundError):  # another process has just taken it
+                status = path.stat()
+                if now - status.st_mtime > older_s:
+                    path.unlink()
+                    freed += status.st_size
+
         for path in self._blobs.iterdir():
-            status = path.stat()
             if path.name.startswith("."):  # being written, or left by a process that was killed
-                gone = time.time() - status.st_mtime > _OLD_S
-            else:
-                gone = f"sha256:{path.name}" not in kept
-            if gone:
-                freed += status.st_size
-                path.unlink()
+                remove(path, older_s=_OLD_S)
+            elif f"sha256:{path.name}" not in kept:
+                remove(path, older_s=-math.inf)
+        for path in self.root.iterdir():
+            if path.suffix in (".part", ".upload"):
+                remove(path, older_s=_GIVEN_UP_S)
         return freed

@@ -96,6 +96,8 @@ def _reason(content: str | None, locked: LockedImage | None, options: BuildOptio
         return "changed"
     if options.sign and locked.signed not in (None, options.signature):
         return "signed otherwise"
+    if options.sign and locked.signed is not None and locked.signer != options.signer:
+        return "signed by another key"
     path = options.out / locked.image
     try:
         state = path.stat()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -39,6 +40,10 @@ _ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 """As the definition of the base sets it (``definitions/base.def.j2``)."""
+_UNSET = ("PYTHONHOME", "PYTHONSTARTUP")
+_BASE_ENVIRONMENT = ".singularity.d/env/10-docker2singularity.sh"
+_EXPORT = re.compile(r'^export (\w+)="(?:\$\{\1:-"(.*)"\}|((?!\$\{).*))"$', re.MULTILINE | re.ASCII)
+"""How Apptainer writes the variables of an OCI image that a base is made from, there."""
 
 
 def write_oci(
@@ -65,12 +70,13 @@ def write_oci(
             _layer(program, image, part, layout, layers) for part in sif.partitions(tool, image)
         ]
         labels = sif.read_labels(tool, image)
+        variables = _environment(sif.read_file(tool, image, _BASE_ENVIRONMENT) or b"") | environment
         config = {
             "architecture": _ARCHITECTURES.get(host_machine(), host_machine()),
             "os": "linux",
             "config": {
                 "Entrypoint": [_PYTHON, "-m", "dni_runtime.worker"],
-                "Env": [f"{key}={value}" for key, value in (_ENVIRONMENT | environment).items()],
+                "Env": [f"{key}={value}" for key, value in variables.items()],
                 "User": "1000:1000",
                 "Labels": {LABEL_PREFIX + key: value for key, value in labels.items()},
                 "WorkingDir": "/",
@@ -83,6 +89,18 @@ def write_oci(
         made[name] = layout.add(manifest.encode(), MANIFEST)
     layout.name(made)
     return made
+
+
+def _environment(script: bytes) -> dict[str, str]:
+    """Return the variables of a base and our own; nothing of an image is run for this."""
+    found = {
+        name: re.sub(r'\\([\\"`$])', r"\1", value or path)
+        for name, value, path in _EXPORT.findall(script.decode(errors="replace"))
+        if name not in _UNSET
+    }
+    first, *others = _ENVIRONMENT["PATH"].split(":")
+    folders = (first, *filter(None, found.get("PATH", "").split(":")), *others)
+    return found | _ENVIRONMENT | {"PATH": ":".join(dict.fromkeys(folders))}
 
 
 def _layer(

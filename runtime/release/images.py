@@ -43,6 +43,7 @@ def assembled(tool: Apptainer, store: Store, text: str) -> Path:
                     "sha256": sha256_file(image),
                     "size_bytes": image.stat().st_size,
                     "signed": None,  # the release is, as a whole
+                    "signer": None,
                 }
             )
         write_lock(folder, lock.model_copy(update={"modules": entries}))

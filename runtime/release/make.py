@@ -104,8 +104,12 @@ def _stage(record: Record, cut: int, root: Path, release: str) -> None:
         compiled = shutil.ignore_patterns("__pycache__")  # it names paths
         shutil.copytree(run.sources, target.sources, dirs_exist_ok=True, ignore=compiled)
     with contextlib.suppress(FileNotFoundError), opened(run.metrics(tails[0])) as file:
-        curve = b"".join(line for line in file if parse_evaluation(line) is not None)
-        write_atomic(target.metrics(workers[-1].module), curve)
+        # What came after this checkpoint is of other weights.
+        curve = [one for line in file if (one := parse_evaluation(line)) and one.step <= step]
+        kept = (
+            one.model_dump_json(exclude={"time", "attempt"}, exclude_unset=True) for one in curve
+        )
+        write_atomic(target.metrics(workers[-1].module), "".join(f"{line}\n" for line in kept))
     exits = Exits.load(run.exits)
     if exits is not None and exits.checkpoint == cut:
         shutil.copytree(run.exits.parent, target.exits.parent)

@@ -44,10 +44,7 @@ def push(
     store: Store, text: str, address: Address, repository: Repository, progress: Progress
 ) -> Address:
     """Send a release, with its signature if it has one; return its address, with the digest."""
-    index, version = store.find(text), parse_local(text)[1]
-    if address.digest is not None:
-        raise UsageError("a push has no digest", hint=f"oci://HOST/NAME:{version}")
-    layout, tag = store.layout, address.tag or version
+    layout, index, tag = store.layout, store.find(text), _tag(text, address)
     signature = layout.names().get(signature_name(index))
     _check_tag(layout, repository, tag, index)
     if signature is not None:  # before the release can be found
@@ -58,6 +55,14 @@ def push(
             _log.warning("%s has a signature of %s already, which stays", address.host, text)
     _send(layout, repository, tag, index, progress)
     return replace(address, tag=tag, digest=index.digest)
+
+
+def _tag(text: str, address: Address) -> str:
+    """Return the tag under which a release or its images are sent."""
+    version = parse_local(text)[1]
+    if address.digest is not None:
+        raise UsageError("a push has no digest", hint=f"oci://HOST/NAME:{version}")
+    return address.tag or version
 
 
 def _send(
@@ -86,6 +91,7 @@ def push_files(
     tool: Apptainer, store: Store, text: str, address: Address, plain_http: bool, progress: Progress
 ) -> dict[str, Address]:
     """Send each module's image as one file, as ``apptainer push`` does; return their addresses."""
+    tag = _tag(text, address)
     layout, images, sent = store.layout, assembled(tool, store, text), {}
     lock = read_lock(images)
     assert lock is not None
@@ -96,7 +102,6 @@ def push_files(
         )  # fmt: skip
         config = layout.add(b"{}", _SIF_CONFIG)
         manifest = layout.add(Manifest(config=config, layers=(blob,)).encode(), MANIFEST)
-        tag = address.tag or parse_local(text)[1]
         target = replace(address, repository=f"{address.repository}/{module}", tag=tag)
         repository = Repository(target, plain_http=plain_http)
         _check_tag(layout, repository, tag, manifest)
@@ -114,6 +119,7 @@ def push_oci(
 
     All are in one repository, to which the base is sent once.
     """
+    version = _tag(text, address)
     images, sent = assembled(tool, store, text), {}
     modules = {path.stem: path for path in sorted(images.glob("*.sif"))}
     chain, _ = Record.read(store.folder(text)).specs()
@@ -122,7 +128,7 @@ def push_oci(
     with store.scratch() as scratch:
         layout, environment = Layout(scratch), chain.image_to_build.environment
         for module, manifest in write_oci(tool, modules, layout, environment).items():
-            tag = f"{address.tag or parse_local(text)[1]}-{module}"
+            tag = f"{version}-{module}"
             _check_tag(layout, repository, tag, manifest)
             _send(layout, repository, tag, manifest, progress)
             sent[module] = replace(target, digest=manifest.digest)

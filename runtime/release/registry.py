@@ -16,8 +16,8 @@ import shutil
 import subprocess
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any
-from urllib.parse import urljoin
+from typing import Any, BinaryIO
+from urllib.parse import urljoin, urlsplit
 
 from dni_runtime.errors import ImageError, UnavailableError, UsageError
 from dni_runtime.image.oci import INDEX, MANIFEST, MOST_DOCUMENT_BYTES, Descriptor, Layout
@@ -34,6 +34,9 @@ except ModuleNotFoundError:
 _CHUNK_BYTES = 16 << 20
 """Of an upload. One that is cut off goes on after the last whole part; a registry that has kept a
 piece of the next one may want that blob anew (docker-registry does)."""
+
+_NO_PARTS = (404, 405, 415)
+"""Answers to the first part of an upload by a registry that takes blobs as a whole only."""
 
 _HUB = "registry-1.docker.io"
 _HUB_NAMES = ("docker.io", "index.docker.io", _HUB)
@@ -57,6 +60,12 @@ class _Session(requests.Session):
         """Another host, to which a registry sends us, gets no password, also none of ~/.netrc."""
         if self.should_strip_auth(str(response.request.url), str(prepared_request.url)):
             prepared_request.headers.pop("Authorization", None)
+
+    def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
+        """Ask this host itself, as Docker and Apptainer do: a proxy's "localhost" is another."""
+        if _LOOPBACK.fullmatch(urlsplit(str(request.url)).netloc):
+            how["proxies"] = {}
+        return super().send(request, **how)
 
 
 class Repository:
@@ -92,7 +101,10 @@ class Repository:
                         f"{self.address.host} sent a manifest of more than {MOST_DOCUMENT_BYTES} "
                         f"bytes as {reference}"
                     )
-        blob = layout.add(content, answer.headers.get("Content-Type", "").split(";")[0])
+        media_type = answer.headers.get("Content-Type", "").split(";")[0]
+        if not media_type.startswith("application/vnd."):
+            raise _strange(answer, f"it sends {media_type or 'no type'!r}")
+        blob = layout.add(content, media_type)
         if reference.startswith("sha256:") and blob.digest != reference:
             raise ImageError(f"{self.address.host} sent another manifest than {reference}")
         return blob
@@ -104,7 +116,7 @@ class Repository:
             answer = self._ask("GET", path, missing=(404,))
             if answer is None:
                 break
-            found += answer.json().get("tags") or []
+            found += _object(answer).get("tags") or []
             following = answer.links.get("next")
             path = None if following is None else urljoin(answer.url, following["url"])
         return found
@@ -158,6 +170,7 @@ class Repository:
         key = f"{self.address.host}/{self.address.repository}/{blob.digest}"
         note = layout.root / f"{hashlib.sha256(key.encode()).hexdigest()}.upload"
         url, sent = self._begun(note)
+        rest: BinaryIO | bytes = b""
         with (file or layout.path(blob.digest)).open("rb") as content:
             content.seek(sent)
             progress(blob, sent)
@@ -166,12 +179,17 @@ class Repository:
                     "Content-Type": "application/octet-stream",
                     "Content-Range": f"{sent}-{sent + len(chunk) - 1}",
                 }
-                answer = self._ask("PATCH", url, data=chunk, headers=headers)
-                assert answer is not None
-                url, sent = urljoin(answer.url, answer.headers["Location"]), sent + len(chunk)
+                refused = () if sent else _NO_PARTS
+                answer = self._ask("PATCH", url, data=chunk, headers=headers, missing=refused)
+                if answer is None:
+                    url, rest = self._new_upload(), content
+                    break
+                url, sent = _location(answer), sent + len(chunk)
                 note.write_text(url)
                 progress(blob, len(chunk))
-        self._ask("PUT", f"{url}{'&' if '?' in url else '?'}digest={blob.digest}", data=b"")
+            end = f"{url}{'&' if '?' in url else '?'}digest={blob.digest}"
+            self._ask("PUT", end, data=rest, headers={"Content-Type": "application/octet-stream"})
+            progress(blob, blob.size - sent)
         note.unlink(missing_ok=True)
 
     def send_document(self, layout: Layout, blob: Descriptor, reference: str) -> None:
@@ -187,17 +205,21 @@ class Repository:
             if answer is not None and answer.status_code == 204:
                 last = answer.headers.get("Range", "0-0").rpartition("-")[2]
                 url = urljoin(answer.url, answer.headers.get("Location", answer.url))
-                return url, int(last) + 1 if int(last) else 0
+                if last.isdecimal():
+                    return url, int(last) + 1 if int(last) else 0
+        return self._new_upload(), 0
+
+    def _new_upload(self) -> str:
         answer = self._ask("POST", "blobs/uploads/", data=b"")
         assert answer is not None
-        return urljoin(answer.url, answer.headers["Location"]), 0
+        return _location(answer)
 
     def _ask(
         self,
         method: str,
         path: str,
         *,
-        data: bytes | None = None,
+        data: BinaryIO | bytes | None = None,
         headers: Mapping[str, str] = {},
         stream: bool = False,
         missing: Container[int] = (),  # None with these statuses
@@ -209,6 +231,8 @@ class Repository:
             url = path if path.startswith("http") else f"{self._base}{path}"
             self._check_secure(url)
             for _ in range(2):
+                if data is not None and not isinstance(data, bytes):
+                    data.seek(0)
                 answer = self._session.request(
                     method, url, data=data, headers=headers, stream=stream,
                     auth=self._authorize, timeout=_TIMEOUT_S,
@@ -295,7 +319,7 @@ class Repository:
                 realm, params=query, headers=headers, auth=lambda same: same, timeout=_TIMEOUT_S
             )
             if given.ok:
-                document = given.json()
+                document = _object(given)
                 self._token = f"Bearer {document.get('token') or document.get('access_token')}"
         return self._token not in (None, before)
 
@@ -331,6 +355,26 @@ def credentials(host: str, environ: Mapping[str, str] | None = None) -> str | No
                 said = json.loads(done.stdout)
                 return base64.b64encode(f"{said['Username']}:{said['Secret']}".encode()).decode()
     return None
+
+
+def _location(answer: requests.Response) -> str:
+    if "Location" not in answer.headers:
+        raise _strange(answer, "it does not say where an upload goes")
+    return urljoin(answer.url, answer.headers["Location"])
+
+
+def _object(answer: requests.Response) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        if isinstance(document := answer.json(), dict):
+            return document
+    raise _strange(answer, "it sends no JSON object")
+
+
+def _strange(answer: requests.Response, why: str) -> UnavailableError:
+    return UnavailableError(
+        f"{answer.url.partition('?')[0]} does not answer as a registry: {why}",
+        hint="is the address that of a registry, and not of its web pages?",
+    )
 
 
 def _said(answer: requests.Response) -> str:

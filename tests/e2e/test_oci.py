@@ -60,6 +60,23 @@ def test_modules_share_the_base(tool: Apptainer, tmp_path: Path) -> None:
     assert again == made, "the same images, the same digests"
 
 
+def test_variables_of_the_base_are_kept(tool: Apptainer, tmp_path: Path) -> None:
+    """Those of an image that a base is made from: libraries of CUDA are found by them."""
+    need("sqfs2tar")
+    root, layer = tmp_path / "base", tmp_path / "base.sqfs"
+    script = root / ".singularity.d/env/10-docker2singularity.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text('#!/bin/sh\nexport CUDA_HOME="${CUDA_HOME:-"/usr/local/cuda"}"\n')
+    pack_layer(root, layer)
+    image = tmp_path / "top.sif"
+    sif.new_image(tool, image)
+    sif.append_layer(tool, image, layer, system=True)
+    layout = Layout(tmp_path / "layout")
+    (made,) = write_oci(tool, {"top": image}, layout, {"A": "1"}).values()
+    config = json.loads(layout.read(Manifest.parse(layout.read(made), "top").config))
+    assert {"CUDA_HOME=/usr/local/cuda", "A=1"} <= set(config["config"]["Env"])
+
+
 def test_skopeo_reads_and_copies_it(tool: Apptainer, tmp_path: Path) -> None:
     skopeo = need("skopeo")
     layout = tmp_path / "layout"

@@ -162,9 +162,95 @@ def test_a_token_is_got_with_the_password_and_used_again(address: Address, tmp_p
     assert [given for path, given in Registry.asked if path == "/token"] == ["Basic bWU6c2VjcmV0"]
 
 
+class Proxy(Registry):
+    asked: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append((self.path, self.headers.get("Authorization")))
+        self.answer(200, {"tags": ["proxied"]})
+
+
+def test_a_proxy_is_not_told_what_this_host_is_asked(
+    address: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "config.json", {"auths": {address.host: {"auth": "bWU6c2VjcmV0"}}})
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with serving(Proxy) as proxy:
+        for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"):
+            monkeypatch.setenv(name, f"http://{proxy}")
+        assert Repository(address).tags() == ["1", "2"]
+        assert Proxy.asked == []
+        # Others are asked through it.
+        there = Repository(Address("registry.example", "digits"), plain_http=True)
+        assert there.tags() == ["proxied"]
+
+
 class Hostile(Registry):
     def do_GET(self) -> None:
         self.answer(200, {"tags": ["1\x1b[2J"]})
+
+
+class Page(Registry):
+    """A web page, at all addresses."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(b"<html>Welcome")
+
+
+def test_a_web_page_is_no_registry(tmp_path: Path) -> None:
+    layout = Layout(tmp_path / "oci").create()
+    with serving(Page) as host:
+        repository = Repository(Address(host, "digits"))
+        with pytest.raises(UnavailableError, match="tags/list does not answer as a registry"):
+            repository.tags()
+        with pytest.raises(UnavailableError, match="as a registry: it sends 'text/html'"):
+            repository.fetch_document(layout, "1")
+
+
+class Whole(Registry):
+    """Takes blobs by one request each, as registries may."""
+
+    taken: ClassVar[dict[str, bytes]] = {}
+    place: ClassVar[dict[str, str]] = {"Location": "/v2/digits/upload?a=b"}
+
+    def do_HEAD(self) -> None:
+        self.answer(404, {})
+
+    def do_POST(self) -> None:
+        self.answer(202, {}, self.place)
+
+    def do_PATCH(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(405, {})
+
+    def do_PUT(self) -> None:
+        digest = parse_qs(urlsplit(self.path).query)["digest"][0]
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Authorization") is None:
+            said = 'Basic realm="x"'
+            return self.answer(401, {}, {"WWW-Authenticate": said})
+        self.taken[digest] = content
+        return self.answer(201, {})
+
+
+def test_a_registry_that_takes_no_parts(
+    address: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, moved = Layout(tmp_path / "oci").create(), list[int]()
+    blob = layout.add(b"content", "text/plain")
+    with serving(Whole) as host:
+        write(tmp_path / "config.json", {"auths": {host: {"auth": "bWU6c2VjcmV0"}}})
+        repository = Repository(Address(host, "digits"))
+        repository.send(layout, blob, lambda blob, count: moved.append(count))
+        assert Whole.taken == {blob.digest: b"content"}
+        assert sum(moved) == blob.size
+        monkeypatch.setattr(Whole, "place", {})
+        with pytest.raises(UnavailableError, match="does not say where an upload goes"):
+            repository.send(layout, blob)
 
 
 def test_names_of_versions_command_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,6 +180,26 @@ def test_what_is_signed(image: ImageSpec, options: BuildOptions) -> None:
     assert planned(**pem) == ("signed otherwise", True)
 
 
+def test_another_pem_key_signs_again(
+    image: ImageSpec, options: BuildOptions, tmp_path: Path
+) -> None:
+    """The old one may be rotated, or known to others."""
+    lock = built([module("head")], image, options)
+    old, new = (tmp_path / name for name in ("old.pem", "new.pem"))
+    for key in (old, new):
+        key.write_text(key.name)
+    signed = replace(options, sign=True, key=old)
+    entry = lock.modules["head"].model_copy(update={"signed": "pem", "signer": signed.signer})
+    write_lock(options.out, lock.model_copy(update={"modules": {"head": entry}}))
+    assert reasons([module("head")], image, options) == [None]
+    assert reasons([module("head")], image, signed) == [None]
+    assert reasons([module("head")], image, replace(signed, key=new)) == ["signed by another key"]
+    # Nobody knows who has signed an image of before locks said it.
+    entry = lock.modules["head"].model_copy(update={"signed": "pem"})
+    write_lock(options.out, lock.model_copy(update={"modules": {"head": entry}}))
+    assert reasons([module("head")], image, signed) == ["signed by another key"]
+
+
 def test_a_touched_image_with_the_same_content_is_kept(
     image: ImageSpec, options: BuildOptions
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,18 @@ def test_what_no_name_leads_to_is_collected(layout: Layout) -> None:
     assert layout.collect() == gone.size + sum(blob.size for blob in only)
     assert layout.names()["digits:1"].digest == kept.digest
     assert b"two" in map(layout.read, layout.blobs(kept))
+
+
+def test_what_was_cut_off_is_kept_for_a_week(layout: Layout) -> None:
+    for name, age_s in (("new.part", 6 * 86400), ("old.part", 8 * 86400), ("old.upload", 8e5)):
+        path = layout.root / name
+        path.write_bytes(b"12345")
+        os.utime(path, (0, time.time() - age_s))
+    layout.name({})
+    assert layout.collect() == 10
+    assert {path.name for path in layout.root.iterdir() if path.is_file()} == {
+        "index.json", "new.part", "oci-layout"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("content", [b"abd", b"ab", b"abcd", None])
