@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def submit(script: Path, options: Sequence[str] = (), *, former: str | None = No
     accepted the job.
     """
     try:
-        code, out, err = run_slurm(["sbatch", "--parsable", *options, str(script)])
+        code, out, err = run_slurm(["sbatch", "--parsable", *_options(script, options)])
     except SilentError as error:  # it may have asked already
         code, out, err = 1, "", error.message
     job = out.strip().partition(";")[0]  # JOB;CLUSTER
@@ -125,10 +126,31 @@ def submit(script: Path, options: Sequence[str] = (), *, former: str | None = No
 
 def check_only(script: Path, options: Sequence[str] = ()) -> str:
     """Let Slurm check a batch script without submitting it; return its estimate of the start."""
-    code, out, err = run_slurm(["sbatch", "--test-only", *options, str(script)])
+    code, out, err = run_slurm(["sbatch", "--test-only", *_options(script, options)])
     if code != 0:
         raise _refused(err or out)
     return (err or out).strip().removeprefix("sbatch: ")
+
+
+def _options(script: Path, further: Sequence[str]) -> list[str]:
+    """Return sbatch's arguments for a script, with the script's own options before the others.
+
+    Variables such as ``SBATCH_PARTITION`` override what a script says, but not arguments.
+    """
+    told: list[str] = []
+    try:
+        lines = script.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        lines = []  # sbatch says why
+    for line in lines:
+        if line.startswith("#SBATCH "):
+            try:
+                told += shlex.split(line.removeprefix("#SBATCH "), comments=True)
+            except ValueError as error:
+                raise UsageError(f"{str(script)!r}: {line!r} is no directive: {error}") from None
+        elif line.strip() and not line.startswith("#"):  # sbatch reads no further
+            break
+    return [*told, *further, str(script)]
 
 
 def _refused(said: str) -> UsageError:
