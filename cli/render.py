@@ -211,7 +211,9 @@ def _write(out: Path, files: dict[str, list[dict[str, object]]]) -> None:
             return True
 
     def text_of(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-        style = "|" if "\n" in text else None
+        # kubectl reads more words as numbers and truth values than PyYAML does: 1e3, 0o17, y, n
+        other = re.match(r"[-+.]*\d|[yYnN]$", text)
+        style = "|" if "\n" in text else "'" if other else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     Dumper.add_representer(str, text_of)

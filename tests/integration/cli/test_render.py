@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 import stat
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +207,27 @@ def test_neighbours_alone_reach_a_module(dnictl: Dnictl, folder: Path) -> None:
         "bottom": {"lower"}, "lower": {"bottom", "upper"}, "upper": {"lower", "top"},
         "top": {"upper"},
     }  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_names_that_kubectl_could_take_for_other_values(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path
+) -> None:
+    path, names = write_chain(), {"bottom": "y", "top": "1e3"}
+    for module, name in names.items():
+        path.write_text(path.read_text().replace(f"name: {module}", f"name: '{name}'"))
+    for out, more in (("set", ()), ("jobs", ("--no-jobset",))):
+        done = dnictl("render", "kubernetes", "-o", out, "--image", IMAGE, *more)
+        assert done.code == 0, done.err
+        for file in (folder / out).glob("*.yaml"):
+            told = subprocess.run(
+                ["kubectl", "label", "--local", "-f", file, "its=own", "-o", "json"],
+                check=True, capture_output=True, text=True,
+            ).stdout  # fmt: skip
+            assert {*re.findall(r'"app.kubernetes.io/component": (.*?),?\n', told)} <= {
+                '"y"', '"1e3"'
+            }  # fmt: skip
+            assert not re.findall(r'"name": [^"{]', told)
 
 
 def test_modules_that_restart_together(
