@@ -120,6 +120,12 @@ def kubernetes(
             plan=planned.plan, files=served_files(name, prepared, front, files), cluster=cluster,
             front=front, token=None if token is None else token.decode(),
         )  # fmt: skip
+    rules = planned.plan.restart
+    if front is None and rules.scope == "chain" and rules.policy == "on-failure":
+        tell(
+            f"all modules begin again together, at most {rules.limit} times ('restart.limit'); a "
+            "drained node, and a pod that waits in vain for another one, count, too"
+        )
     written = {file: some for file, some in objects.manifests().items() if some}
     _write(out, written)
     for file in written:

@@ -238,7 +238,10 @@ def test_modules_that_restart_together(
     done = dnictl(*command, "jobs", "--no-jobset")
     assert done.code == 64
     assert "restart together" in done.err
-    assert dnictl(*command, "set").code == 0
+    done = dnictl(*command, "set")
+    assert done.code == 0
+    policy = read(folder / "set")["train.yaml"][0]["spec"]["failurePolicy"]
+    assert f"together, at most {policy['maxRestarts']} times ('restart.limit'); a drain" in done.err
     job = _job(read(folder / "set"))
     assert job["backoffLimit"] == 0
     assert [rule["action"] for rule in job["podFailurePolicy"]["rules"]] == ["FailJob"]
