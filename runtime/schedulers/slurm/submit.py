@@ -14,6 +14,7 @@ from dni_runtime.files import write_atomic
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.placement import (
     Capacity,
+    check_gpus,
     check_links,
     link_kinds,
     needs_of,
@@ -99,6 +100,7 @@ def make_request(
     """Plan a job: the placement of its modules and its request to Slurm."""
     chain = prepared.chain
     needs = needs_of(chain, prepared.replicas, costs)
+    check_gpus(prepared.replicas, needs)
     node = None if shapes is None else largest_node(shapes)
     placed = place(needs, wanted_placement(chain, nodes), node=node)
     check_links(chain, prepared.replicas, placed, profile.interface, prepared.locate)

@@ -247,6 +247,16 @@ def test_modules_that_restart_together(
     assert [rule["action"] for rule in job["podFailurePolicy"]["rules"]] == ["FailJob"]
 
 
+def test_a_pod_sees_its_own_gpus_alone(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path
+) -> None:
+    write_chain(("name: bottom", "name: bottom\n    device: cuda:1"))
+    done = dnictl("render", "kubernetes", "--image", IMAGE, "-o", "k8s")
+    assert done.code == 64
+    assert "'cuda:1'" in done.err
+    assert "write 'device: cuda'" in done.err
+
+
 @pytest.mark.parametrize(
     ("change", "arguments", "words"),
     [
