@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dni_runtime.errors import UnavailableError, UsageError
@@ -58,6 +58,7 @@ class NodeShape:
     cpus: int
     memory_mib: int
     gpus: int
+    partition: str = field(default="", compare=False)
 
 
 class SilentError(UnavailableError):
@@ -252,24 +253,25 @@ def kill_steps(steps: Sequence[str]) -> None:
 
 
 def node_shapes(partition: str | None) -> list[NodeShape]:
-    """Return the kinds of nodes in a partition (None: the default one)."""
+    """Return the kinds of nodes in partitions, listed with commas (None: the default one)."""
     argv = ["sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G"]
     return parse_sinfo(_asked(argv), partition)
 
 
 def parse_sinfo(out: str, partition: str | None) -> list[NodeShape]:
-    """Return a partition's nodes in ``sinfo --format=%P|%D|%c|%m|%G``."""
+    """Return the nodes of partitions in ``sinfo --format=%P|%D|%c|%m|%G``."""
+    wanted = [] if partition is None else partition.split(",")
     names, shapes = set(), []
     for line in out.splitlines():
         name, count, cpus, memory, gres = (*line.strip().split("|"), "", "", "", "")[:5]
         default, name = name.endswith("*"), name.rstrip("*")
         names.add(name)
-        if name == partition or (partition is None and default):
+        if name in wanted or (partition is None and default):
             gpus = sum(int(n) for n in re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres))
-            shapes.append(NodeShape(_number(count), _number(cpus), _number(memory), gpus))
-    if partition is not None and partition not in names:
+            shapes.append(NodeShape(_number(count), _number(cpus), _number(memory), gpus, name))
+    if unknown := [name for name in wanted if name not in names]:
         raise UsageError(
-            f"this Slurm has no partition {partition!r}",
+            f"this Slurm has no partition {unknown[0]!r}",
             hint=f"partitions: {', '.join(sorted(names))}",
         )
     return shapes

@@ -181,6 +181,7 @@ def test_the_partition_is_checked_that_sbatch_will_use(
     monkeypatch.setenv("SBATCH_TIMELIMIT", "20")
     assert dnictl(*command, "a").out == "a;7\n"
     assert {"--partition=large", "--time=20"} <= {*(folder / "asked").read_text().split("\n")}
+    assert dnictl(*command, "c", "--partition", "large,small").out == "c;7\n"
     result = dnictl(*command, "b", "--partition", "small")
     assert result.code == 64
     assert "but a node has 1" in result.err
