@@ -182,11 +182,19 @@ def of_job(command: _Command) -> _Command:
 
 
 def chosen_profile(name: str | None) -> ProfileSpec:
-    """Return the site profile of this name, with the settings of the command line."""
+    """Return the site profile of this name, with the settings of the command line.
+
+    What neither of them says is as sbatch's variables have it, so that it is known, and checked.
+    """
     from dni_runtime.schedulers.slurm.profiles import load_profile, override
 
-    settings = ("partition", "qos", "account", "time")
-    return override(load_profile(name), {setting: noted(setting) for setting in settings})
+    profile, given = load_profile(name), {}
+    variables = {"partition": "PARTITION", "qos": "QOS", "account": "ACCOUNT", "time": "TIMELIMIT"}
+    for setting, variable in variables.items():
+        given[setting] = noted(setting)
+        if given[setting] is None and getattr(profile, setting) is None:
+            given[setting] = os.environ.get(f"SBATCH_{variable}") or None
+    return override(profile, given)
 
 
 trust = noted_option(

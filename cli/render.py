@@ -120,6 +120,12 @@ def kubernetes(
             plan=planned.plan, files=served_files(name, prepared, front, files), cluster=cluster,
             front=front, token=None if token is None else token.decode(),
         )  # fmt: skip
+    rules = planned.plan.restart
+    if front is None and rules.scope == "chain" and rules.policy == "on-failure":
+        tell(
+            f"all modules begin again together, at most {rules.limit} times ('restart.limit'); a "
+            "drained node, and a pod that waits in vain for another one, count, too"
+        )
     written = {file: some for file, some in objects.manifests().items() if some}
     _write(out, written)
     for file in written:
@@ -211,7 +217,9 @@ def _write(out: Path, files: dict[str, list[dict[str, object]]]) -> None:
             return True
 
     def text_of(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-        style = "|" if "\n" in text else None
+        # kubectl reads more words as numbers and truth values than PyYAML does: 1e3, 0o17, y, n
+        other = re.match(r"[-+.]*\d|[yYnN]$", text)
+        style = "|" if "\n" in text else "'" if other else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     Dumper.add_representer(str, text_of)

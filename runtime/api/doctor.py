@@ -12,16 +12,17 @@ import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from dni_runtime.errors import UnavailableError
-from dni_runtime.image.apptainer import host_environment, usable_apptainer
+from dni_runtime.image.apptainer import Apptainer, host_environment, usable_apptainer
 from dni_runtime.plan.host import gpu_devices
 from dni_runtime.run.rundir import socket_path
 from dni_runtime.schedulers.slurm.allocation import beside
@@ -93,20 +94,18 @@ def examine_hosts(
 
 
 def _containers() -> Iterator[Check]:
+    setuid = False
     try:
         tool = usable_apptainer()
+        setuid = _has_setuid(tool)
         yield Check("apptainer", "ok", f"{tool}, {tool.path}", "containers")
     except UnavailableError as error:
         yield Check("apptainer", "missing", error.message, "containers", error.hint)
-    yield _namespaces()
-    if os.access("/dev/fuse", os.R_OK | os.W_OK):
-        helpers = filter(_tool, ("squashfuse_ll", "squashfuse", "fuse-overlayfs"))
-        yield Check("fuse", "ok", f"/dev/fuse; {', '.join(helpers) or 'no helpers'}", "containers")
-    else:
-        there = os.path.exists("/dev/fuse")
-        problem = "/dev/fuse cannot be opened" if there else "no /dev/fuse"
-        hint = "chmod 666 /dev/fuse" if there else "modprobe fuse"
-        yield Check("fuse", "missing", problem, "containers", hint)
+    for check in (_namespaces(), _fuse()):
+        if setuid and check.status == "missing":
+            hint = "not needed to run containers: Apptainer has its setuid part; build elsewhere"
+            check = replace(check, status="warning", hint=hint)
+        yield check
     # Module images are a base image with an overlay layer; overlayfs(5): unprivileged since 5.11.
     kernel = platform.release()
     if tuple(map(int, re.findall(r"\d+", kernel)[:2])) >= (5, 11):
@@ -116,6 +115,27 @@ def _containers() -> Iterator[Check]:
     else:
         hint = "install fuse-overlayfs, or build with 'dnictl build --full'"
         yield Check("overlay", "missing", f"kernel {kernel} is older than 5.11", "containers", hint)
+
+
+def _has_setuid(tool: Apptainer) -> bool:
+    """Whether the administrator has installed the part that needs no user namespaces."""
+    folder = (_ask(str(tool.path), "buildcfg", "LIBEXECDIR") or "").strip()
+    try:
+        starter = Path("/", folder, tool.name, "bin", "starter-suid").stat()
+    except OSError:
+        return False
+    return starter.st_uid == 0 and bool(starter.st_mode & stat.S_ISUID)
+
+
+def _fuse() -> Check:
+    if os.access("/dev/fuse", os.R_OK | os.W_OK):
+        helpers = filter(_tool, ("squashfuse_ll", "squashfuse", "fuse-overlayfs"))
+        detail = f"/dev/fuse; {', '.join(helpers) or 'no helpers'}"
+        return Check("fuse", "ok", detail, "containers")
+    there = os.path.exists("/dev/fuse")
+    problem = "/dev/fuse cannot be opened" if there else "no /dev/fuse"
+    hint = "chmod 666 /dev/fuse" if there else "modprobe fuse"
+    return Check("fuse", "missing", problem, "containers", hint)
 
 
 def _namespaces() -> Check:

@@ -63,6 +63,18 @@ def needs_of(
     return tuple(needs)
 
 
+def check_gpus(workers: Sequence[WorkerSpec], needs: Sequence[Need]) -> None:
+    """Refuse numbers of GPUs where a worker sees those alone that it asks for, from 0 on."""
+    for worker, need in zip(workers, needs, strict=True):
+        kind, _, number = worker.device.partition(":")
+        if int(number or 0) >= max(need.gpus, 1):
+            raise UsageError(
+                f"module {module_of(worker.module)!r} has device {worker.device!r}, but its worker "
+                f"sees the {need.gpus} GPUs alone that it asks for, counted from 0",
+                hint=f"write 'device: {kind}'",
+            )
+
+
 def wanted_placement(chain: ChainSpec, nodes: int | None) -> PlacementSpec:
     """Return the chain's placement, with the number of nodes from the command line."""
     return chain.placement if nodes is None else chain.placement.model_copy(update={"nodes": nodes})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from dni_runtime.errors import UsageError
-from dni_runtime.plan.placement import DEFAULT_MEMORY_MIB, needs_of
+from dni_runtime.plan.placement import DEFAULT_MEMORY_MIB, check_gpus, needs_of
 from dni_runtime.plan.plan import LaunchPlan, Need, WorkerPlan
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.named import module_of
@@ -70,7 +70,9 @@ class Objects:
 
     def __post_init__(self) -> None:
         modules = [worker for worker in self.workers if worker.module != FRONT]
-        needs = {need.module: need for need in needs_of(self.chain, modules)}
+        asked = needs_of(self.chain, modules)
+        check_gpus(modules, asked)
+        needs = {need.module: need for need in asked}
         needs[FRONT] = Need(FRONT, memory_mib=DEFAULT_MEMORY_MIB)
         object.__setattr__(self, "needs", needs)
         longest = max((f"{self.name}-{module}-0-99-xxxxx" for module in self.modules), key=len)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dni_runtime.errors import UnavailableError, UsageError
@@ -57,6 +58,7 @@ class NodeShape:
     cpus: int
     memory_mib: int
     gpus: int
+    partition: str = field(default="", compare=False)
 
 
 class SilentError(UnavailableError):
@@ -100,7 +102,7 @@ def submit(script: Path, options: Sequence[str] = (), *, former: str | None = No
     accepted the job.
     """
     try:
-        code, out, err = run_slurm(["sbatch", "--parsable", *options, str(script)])
+        code, out, err = run_slurm(["sbatch", "--parsable", *_options(script, options)])
     except SilentError as error:  # it may have asked already
         code, out, err = 1, "", error.message
     job = out.strip().partition(";")[0]  # JOB;CLUSTER
@@ -125,10 +127,31 @@ def submit(script: Path, options: Sequence[str] = (), *, former: str | None = No
 
 def check_only(script: Path, options: Sequence[str] = ()) -> str:
     """Let Slurm check a batch script without submitting it; return its estimate of the start."""
-    code, out, err = run_slurm(["sbatch", "--test-only", *options, str(script)])
+    code, out, err = run_slurm(["sbatch", "--test-only", *_options(script, options)])
     if code != 0:
         raise _refused(err or out)
     return (err or out).strip().removeprefix("sbatch: ")
+
+
+def _options(script: Path, further: Sequence[str]) -> list[str]:
+    """Return sbatch's arguments for a script, with the script's own options before the others.
+
+    Variables such as ``SBATCH_PARTITION`` override what a script says, but not arguments.
+    """
+    told: list[str] = []
+    try:
+        lines = script.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        lines = []  # sbatch says why
+    for line in lines:
+        if line.startswith("#SBATCH "):
+            try:
+                told += shlex.split(line.removeprefix("#SBATCH "), comments=True)
+            except ValueError as error:
+                raise UsageError(f"{str(script)!r}: {line!r} is no directive: {error}") from None
+        elif line.strip() and not line.startswith("#"):  # sbatch reads no further
+            break
+    return [*told, *further, str(script)]
 
 
 def _refused(said: str) -> UsageError:
@@ -230,24 +253,25 @@ def kill_steps(steps: Sequence[str]) -> None:
 
 
 def node_shapes(partition: str | None) -> list[NodeShape]:
-    """Return the kinds of nodes in a partition (None: the default one)."""
+    """Return the kinds of nodes in partitions, listed with commas (None: the default one)."""
     argv = ["sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G"]
     return parse_sinfo(_asked(argv), partition)
 
 
 def parse_sinfo(out: str, partition: str | None) -> list[NodeShape]:
-    """Return a partition's nodes in ``sinfo --format=%P|%D|%c|%m|%G``."""
+    """Return the nodes of partitions in ``sinfo --format=%P|%D|%c|%m|%G``."""
+    wanted = [] if partition is None else partition.split(",")
     names, shapes = set(), []
     for line in out.splitlines():
         name, count, cpus, memory, gres = (*line.strip().split("|"), "", "", "", "")[:5]
         default, name = name.endswith("*"), name.rstrip("*")
         names.add(name)
-        if name == partition or (partition is None and default):
+        if name in wanted or (partition is None and default):
             gpus = sum(int(n) for n in re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres))
-            shapes.append(NodeShape(_number(count), _number(cpus), _number(memory), gpus))
-    if partition is not None and partition not in names:
+            shapes.append(NodeShape(_number(count), _number(cpus), _number(memory), gpus, name))
+    if unknown := [name for name in wanted if name not in names]:
         raise UsageError(
-            f"this Slurm has no partition {partition!r}",
+            f"this Slurm has no partition {unknown[0]!r}",
             hint=f"partitions: {', '.join(sorted(names))}",
         )
     return shapes

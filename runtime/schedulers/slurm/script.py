@@ -72,6 +72,12 @@ def directives(request: JobRequest) -> list[str]:
             f"the run directory {str(request.run)!r} is not usable in a batch script",
             hint="choose one without quotes, backslashes and line breaks: --runs or --run-dir",
         )
+    if profile.time is not None and _seconds(profile.time) <= request.grace_s:
+        raise UsageError(
+            f"a time limit of {profile.time!r} leaves no time to train: the modules are told to "
+            f"stop {request.grace_s} s before it",
+            hint="1:00:00 is an hour, 1:00 a minute; or lower 'stop_grace_s'",
+        )
     options = {
         "job-name": re.sub(r"[^\w.-]", "_", request.run.name),
         "account": profile.account,
@@ -99,6 +105,19 @@ def directives(request: JobRequest) -> list[str]:
         *profile.directives,
     ]
     return [line for line in lines if _name(line) not in profile.suppress]
+
+
+def _seconds(limit: str) -> float:
+    """Return a time limit of Slurm's in seconds; it rounds to whole minutes, and 0 is none."""
+    days, dash, rest = limit.rpartition("-")
+    if not rest.replace(":", "").isdigit():
+        return math.inf
+    parts = [int(part) for part in rest.split(":")]
+    if not dash and len(parts) < 3:
+        parts = [0, *parts]  # minutes come first
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    whole = (int(days or 0) * 24 + hours) * 60 + minutes + math.ceil(seconds / 60)
+    return whole * 60 or math.inf
 
 
 def _name(directive: str) -> str:

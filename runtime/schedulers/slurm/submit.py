@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from dni_runtime.files import write_atomic
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.placement import (
     Capacity,
+    check_gpus,
     check_links,
     link_kinds,
     needs_of,
@@ -54,13 +56,13 @@ def measured_costs(path: Path, modules: Sequence[str]) -> dict[str, float]:
 
 
 def check_room(request: JobRequest, shapes: Sequence[NodeShape]) -> None:
-    """Refuse a request that the partition's nodes cannot satisfy."""
+    """Refuse a request that the nodes of no partition can satisfy."""
     asked = {what: request.largest(what) for what in ("cpus", "memory_mib", "gpus")}
-    fitting = sum(
-        shape.count
-        for shape in shapes
-        if all(getattr(shape, what) >= count for what, count in asked.items())
-    )
+    counts = Counter[str]()  # by partition: a job is in one
+    for shape in shapes:
+        if all(getattr(shape, what) >= count for what, count in asked.items()):
+            counts[shape.partition] += shape.count
+    fitting = max(counts.values(), default=0)
     if fitting < request.count:
         partition = request.profile.partition or "(default)"
         there = "; ".join(
@@ -99,6 +101,7 @@ def make_request(
     """Plan a job: the placement of its modules and its request to Slurm."""
     chain = prepared.chain
     needs = needs_of(chain, prepared.replicas, costs)
+    check_gpus(prepared.replicas, needs)
     node = None if shapes is None else largest_node(shapes)
     placed = place(needs, wanted_placement(chain, nodes), node=node)
     check_links(chain, prepared.replicas, placed, profile.interface, prepared.locate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,29 @@ def test_a_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path:
     checks = {check.name: check for check in examine()}
     assert checks["slurm"].status == "warning"
     assert str(sinfo) in checks["slurm"].detail
+
+
+@pytest.mark.skipif(shutil.which("su") is None, reason="there is no setuid program of root's")
+@pytest.mark.parametrize("program", ["su", "env"])
+def test_a_setuid_apptainer_needs_no_user_namespaces(
+    program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They may be missing then, as FUSE: both are needed to build only."""
+    starter = tmp_path / "libexec" / "apptainer" / "bin" / "starter-suid"
+    starter.parent.mkdir(parents=True)
+    starter.symlink_to(str(shutil.which(program)))
+    version = f"[ $1 = buildcfg ] && echo {tmp_path}/libexec || echo 1.4.5"
+    for name, script in {"apptainer": version, "unshare": "exit 1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("DNI_APPTAINER", str(tmp_path / "apptainer"))
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    may = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: path != "/dev/fuse" and may(path, mode))
+    checks = {check.name: check for check in examine()}
+    for name in ("user namespaces", "fuse"):
+        assert checks[name].status == ("warning" if program == "su" else "missing")
 
 
 def test_root_cannot_use_containers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 import stat
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,27 @@ def test_neighbours_alone_reach_a_module(dnictl: Dnictl, folder: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_names_that_kubectl_could_take_for_other_values(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path
+) -> None:
+    path, names = write_chain(), {"bottom": "y", "top": "1e3"}
+    for module, name in names.items():
+        path.write_text(path.read_text().replace(f"name: {module}", f"name: '{name}'"))
+    for out, more in (("set", ()), ("jobs", ("--no-jobset",))):
+        done = dnictl("render", "kubernetes", "-o", out, "--image", IMAGE, *more)
+        assert done.code == 0, done.err
+        for file in (folder / out).glob("*.yaml"):
+            told = subprocess.run(
+                ["kubectl", "label", "--local", "-f", file, "its=own", "-o", "json"],
+                check=True, capture_output=True, text=True,
+            ).stdout  # fmt: skip
+            assert {*re.findall(r'"app.kubernetes.io/component": (.*?),?\n', told)} <= {
+                '"y"', '"1e3"'
+            }  # fmt: skip
+            assert not re.findall(r'"name": [^"{]', told)
+
+
 def test_modules_that_restart_together(
     dnictl: Dnictl, write_chain: WriteChain, folder: Path
 ) -> None:
@@ -215,10 +238,23 @@ def test_modules_that_restart_together(
     done = dnictl(*command, "jobs", "--no-jobset")
     assert done.code == 64
     assert "restart together" in done.err
-    assert dnictl(*command, "set").code == 0
+    done = dnictl(*command, "set")
+    assert done.code == 0
+    policy = read(folder / "set")["train.yaml"][0]["spec"]["failurePolicy"]
+    assert f"together, at most {policy['maxRestarts']} times ('restart.limit'); a drain" in done.err
     job = _job(read(folder / "set"))
     assert job["backoffLimit"] == 0
     assert [rule["action"] for rule in job["podFailurePolicy"]["rules"]] == ["FailJob"]
+
+
+def test_a_pod_sees_its_own_gpus_alone(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path
+) -> None:
+    write_chain(("name: bottom", "name: bottom\n    device: cuda:1"))
+    done = dnictl("render", "kubernetes", "--image", IMAGE, "-o", "k8s")
+    assert done.code == 64
+    assert "'cuda:1'" in done.err
+    assert "write 'device: cuda'" in done.err
 
 
 @pytest.mark.parametrize(

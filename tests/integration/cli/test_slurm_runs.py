@@ -166,6 +166,27 @@ def test_a_job_that_is_waited_for_prints_one_line_for_programs(
     assert "b: lost" in dnictl(*command, "--name", "b").out
 
 
+def test_the_partition_is_checked_that_sbatch_will_use(
+    dnictl: Dnictl,
+    write_chain: WriteChain,
+    folder: Path,
+    program: Program,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_chain()
+    program("sinfo", "echo 'small*|1|1|100|(null)'; echo 'large|1|64|64000|(null)'")
+    program("sbatch", 'for one; do echo "$one"; done >asked; echo 7')
+    command = ("submit", "--backend", "process", "--parsable", "--name")
+    monkeypatch.setenv("SBATCH_PARTITION", "large")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "20")
+    assert dnictl(*command, "a").out == "a;7\n"
+    assert {"--partition=large", "--time=20"} <= {*(folder / "asked").read_text().split("\n")}
+    assert dnictl(*command, "c", "--partition", "large,small").out == "c;7\n"
+    result = dnictl(*command, "b", "--partition", "small")
+    assert result.code == 64
+    assert "but a node has 1" in result.err
+
+
 def test_a_sweep_of_jobs(
     dnictl: Dnictl, write_chain: WriteChain, folder: Path, program: Program
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,12 @@ from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.run.documents.records import JobRecord
 from dni_runtime.run.documents.state import RunPhase, RunState
 from dni_runtime.run.rundir import RunDir
-from dni_runtime.schedulers.slurm.commands import UncertainError, node_shapes, submit
+from dni_runtime.schedulers.slurm.commands import (
+    UncertainError,
+    check_only,
+    node_shapes,
+    submit,
+)
 from dni_runtime.schedulers.slurm.scheduler import Slurm
 
 
@@ -49,6 +55,40 @@ def test_an_answer_that_comes_too_late(
             submit(Path("/run/job.sbatch"), former="8")
     else:
         assert submit(Path("/run/job.sbatch"), former="8") == expected
+
+
+@pytest.mark.skipif(shutil.which("sbatch") is None, reason="sbatch is not installed")
+def test_what_a_script_says_counts_before_the_shells_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's own program prints what it asks for, before it looks for a controller in vain."""
+    (tmp_path / "slurm.conf").write_text(
+        "ClusterName=none\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\n"
+        "AuthType=auth/none\nMessageTimeout=1\nNodeName=localhost\nPartitionName=any Nodes=ALL\n"
+    )
+    script = tmp_path / "job.sbatch"
+    script.write_text(
+        '#!/bin/bash\n#SBATCH --partition=ours\n\n#SBATCH --output="/a b/%%.log" # a log\n'
+        "#SBATCH --time=1:00:00\n#SBATCH --mem=100M\n#SBATCH --requeue\n\n"
+        "module load x\n#SBATCH --qos=late\n"
+    )
+    variables = {"PARTITION": "theirs", "TIMELIMIT": "5", "MEM_PER_CPU": "7", "ACCOUNT": "me",
+                 "NO_REQUEUE": "1", "QOS": "shell", "DEBUG": "1"}  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    with pytest.raises(UsageError) as caught:
+        check_only(script, ["--dependency=afterok:1"])
+    told = dict(line.split(":", 1) for line in caught.value.message.split("; ") if " : " in line)
+    said = {name.strip(): value.strip() for name, value in told.items()}
+    assert said.items() >= {
+        "partition": "ours", "time": "01:00:00", "requeue": "requeue",
+        "output": "/a b/%%.log", "account": "me", "qos": "shell", "dependency": "afterok:1",
+    }.items()  # fmt: skip
+    assert "mem-per-cpu" not in said
+    script.write_text('#!/bin/bash\n#SBATCH --comment="a\n')
+    with pytest.raises(UsageError, match="is no directive: No closing quotation"):
+        submit(script)
 
 
 def test_programs_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,7 @@ WRONG = [
     (PLACED, "placement: {strategy: tight}", ("plan",), 78, ["'tight'", "packed"]),
     (CPUS, "resources: {memory: 3 GB}", ("plan",), 78, ["resources.memory", "3 GB"]),
     (CPUS, "resources: {gpu: 1}", ("plan",), 78, ["unknown key 'gpu'", "gpus"]),
+    (CPUS, "device: cuda:1", ("plan",), 64, ["'cuda:1'", "the 1 GPUs", "write 'device: cuda'"]),
     (CPUS, f"cpus: 2\n    {CPUS}", ("plan",), 78, ["cpus 2 contradicts"]),
     ("{interface: ib0}", "{transport: ipc}", ("plan",), 78, ["'bottom' and 'middle'", "ipc"]),
     ("links: {interface: ib0}\n", "", ("plan",), 78, ["no network interface is", "site profile"]),

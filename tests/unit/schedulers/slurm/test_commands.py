@@ -62,6 +62,10 @@ def test_sinfo() -> None:
     with pytest.raises(UsageError, match="no partition 'gpu'") as caught:
         parse_sinfo(SINFO, "gpu")
     assert "batch, debug" in str(caught.value)
+    both = parse_sinfo(SINFO, "debug,batch")
+    assert [shape.partition for shape in both] == ["batch", "batch", "debug"]
+    with pytest.raises(UsageError, match="no partition 'gpu'"):
+        parse_sinfo(SINFO, "batch,gpu")
 
 
 def test_steps() -> None:

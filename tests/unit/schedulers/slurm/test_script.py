@@ -11,8 +11,10 @@ import pytest
 from dni_runtime.errors import UsageError
 from dni_runtime.plan.plan import Need, WorkerPlan
 from dni_runtime.schedulers.runtimes import worker_argv
+from dni_runtime.schedulers.slurm.commands import NodeShape
 from dni_runtime.schedulers.slurm.script import JobRequest, directives, render_script
 from dni_runtime.schedulers.slurm.steps import step_args, step_argv, step_environment
+from dni_runtime.schedulers.slurm.submit import check_room
 from dni_runtime.spec.profile import ProfileSpec
 
 REQUEST = JobRequest(
@@ -66,6 +68,31 @@ def test_a_profile_adds_and_suppresses() -> None:
                 "--reservation=r", "--time=10", "--mail-type=FAIL"):  # fmt: skip
         assert one in lines
     assert not any(line.startswith(("--mem", "--ntasks")) for line in lines)
+
+
+def test_a_job_is_in_one_of_its_partitions() -> None:
+    one, two = (NodeShape(1, 8, 9999, 0, partition) for partition in ("a", "b"))
+    check_room(REQUEST, [one, two, two])
+    with pytest.raises(UsageError, match="a,b has 1 such nodes"):
+        check_room(with_profile(partition="a,b"), [one, two])
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("1", 60), ("1:00", 60), ("0:59", 60), ("60", 3600), ("1:00:00", 3600), ("2-3", 183600),
+        ("1-0:1", 86460), ("0-0:0:61", 120), ("0", None), ("0:00:00", None), ("UNLIMITED", None),
+    ],
+)  # fmt: skip
+def test_a_time_limit_leaves_time_to_train(limit: str, seconds: int | None) -> None:
+    enough = with_profile(time=limit)
+    if seconds is None:
+        directives(replace(enough, stop_grace_s=1e9))
+        return
+    assert f"--time={limit}" in directives(replace(enough, stop_grace_s=seconds - 31))
+    with pytest.raises(UsageError, match=f"are told to stop {seconds} s before") as caught:
+        directives(replace(enough, stop_grace_s=seconds - 30))
+    assert "1:00:00 is an hour" in str(caught.value)
 
 
 def step(need: Need, **fields: Any) -> WorkerPlan:
