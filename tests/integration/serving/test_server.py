@@ -651,7 +651,9 @@ class Exits(InProcess):
         odd = torch.arange(1, len(x), 2)
         self.answered(Answer(id, even, (x[even],), exit="low"))
         if len(odd):
-            self.answered(Answer(id, odd, (x[odd] + 1,), degraded=x[0, 0] == 7))
+            need = bool(x[0, 0] == 7)
+            exit = "low" if need else None
+            self.answered(Answer(id, odd, (x[odd] + 1,), exit=exit, degraded=need))
 
 
 def test_exits_are_named(start: Start) -> None:
@@ -665,6 +667,13 @@ def test_exits_are_named(start: Start) -> None:
     assert answer["parameters"] == {"exit": "low,,low"}
     assert answer["outputs"][0]["data"] == [1, 1, 3, 3, 3, 3]
     assert ask(server, (7, 7), (2, 2), path=path).json()["parameters"]["degraded"] is True
+    labels = 'model="model",version="exits"'
+    assert figure(server, f'dni_exits_total{{{labels},exit="low"}}') == 4
+    assert figure(server, f"dni_degraded_total{{{labels}}}") == 1
+    batches = 3 + figure(server, f'dni_probes_total{{{labels},result="answered"}}')
+    for name in ("batch_rows", "batch_s"):
+        counted = figure(server, f"dni_{name}_count{{{labels}}}")
+        assert batches <= counted <= batches + 3, "beside them, probes may have come meanwhile"
     # Rows that leave early do not show that all modules respond: probes go on.
     probes = len(engine.wholes)
     until = time.monotonic() + 10
