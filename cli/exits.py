@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dni_runtime.errors import UsageError
 from dnictl import options
 from dnictl.show import Column, percent, print_table, quantity, thousands
 from dnictl.terminal import answered
@@ -58,6 +59,8 @@ def exits(
     Example:
       dnictl exits --exit-accuracy 0.5 --figure exits.png
     """
+    if len(given := options.flags_given("points", "confidence")) > 1:
+        raise UsageError(f"{' and '.join(given)} exclude each other")
     document = run.exits(run.choose_cut(cut), points=points, confidence=confidence, retrain=retrain)
     if figure is not None:
         from dni_runtime.measure.curves import save_figure

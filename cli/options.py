@@ -284,8 +284,6 @@ SERVING = ("replicas", "preprocess", "exit_accuracy", "exit_confidence", "exit_w
 
 def serving_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return these options as fields of the service's settings."""
-    if None not in (options["exit_accuracy"], options["exit_confidence"]):
-        raise UsageError("--exit-accuracy and --exit-confidence exclude each other")
     return {key: options[key] for key in SERVING if options[key] is not None}
 
 

@@ -207,7 +207,8 @@ def _show(state: ServiceState) -> None:
     for version in state.versions:
         cut = "" if version.cut is None else f", checkpoint {version.cut}"
         share = f", {version.share:g} % of the requests" if version.share else ""
-        say(f"  version {version.name}: {version.state}{share}: {version.source}{cut}")
+        word = "not ready" if version.state == "ready" and version.error else version.state
+        say(f"  version {version.name}: {word}{share}: {version.source}{cut}")
         if version.error:
             say(f"    {version.error}")
         if version.run is not None and version.state in ("ready", "draining"):

@@ -42,6 +42,12 @@ def plan_deployment(
 ) -> PlannedDeployment:
     """Plan what answers for a version: ``source`` is a run, or an exported file; writes nothing."""
     version = Version(name=name, source=source, cut=cut)
+    if settings.in_process or source.is_file():
+        for field in ("replicas", "exit_accuracy", "exit_confidence", "hosts"):
+            if getattr(settings, field) not in (None, {}):
+                raise UsageError(
+                    f"{field!r} is for modules, and this is one process", hint="start it without"
+                )
     if source.is_file():
         version = version.model_copy(update={"written_ns": source.stat().st_mtime_ns})
         header, network = read_header(source), load_model(source, trust=settings.trust)
@@ -107,6 +113,8 @@ def _early_exits(run: Checkpointed, cut: int, settings: Settings) -> dict[str, E
     points, confidence = settings.exit_accuracy, settings.exit_confidence
     if points is None and confidence is None:
         return {}
+    if None not in (points, confidence):
+        raise UsageError("'exit_accuracy' and 'exit_confidence' exclude each other")
     exits = Exits.load(run.directory.exits)
     if exits is None or exits.checkpoint != cut:
         raise UsageError(

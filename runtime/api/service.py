@@ -15,7 +15,7 @@ from pathlib import Path
 from dni_runtime.api.answering import PlannedDeployment, plan_deployment
 from dni_runtime.api.run import Run
 from dni_runtime.api.services import order_of, state_of
-from dni_runtime.errors import DniError, UsageError, WorkerError
+from dni_runtime.errors import DniError, UnavailableError, UsageError, WorkerError
 from dni_runtime.measure.figures import MetricsReader, module_families
 from dni_runtime.run.documents.state import RunState, process_birth
 from dni_runtime.run.rundir import socket_folder
@@ -178,6 +178,11 @@ class Service:
         if self._canary is not None and order.what != "update":
             winner = self._canary if order.what == "promote" else self._default
             assert winner is not None
+            assert self._server is not None
+            seen = self._server.versions[winner.version.name]
+            if winner is self._canary and not seen.ready:
+                text = f"version {seen.name} is not ready: {seen.problem}"
+                raise UnavailableError(text, hint="wait for it, or --rollback")
             self._divide(winner)
             self._answer(order, None)
         elif self._canary is not None:
@@ -238,12 +243,15 @@ class Service:
         late = time.monotonic() >= deployment.until_s
         match state:
             case "starting" if failure or late:
-                self._end(deployment, failure or f"no answer in {self._settings.ready_s:g} s")
+                text = f"no answer in {self._settings.ready_s:g} s: {seen.problem}"
+                self._end(deployment, failure or text)
             case "starting" if seen.ready:
                 self._take_over(deployment)
             # While another one starts, a version that has failed keeps its place for it.
             case "ready" if failure and not self._of("starting"):
                 self._end(deployment, failure)
+            case "ready":
+                deployment.note(error=None if seen.ready else seen.problem)
             case "draining" if failure or late or seen.idle:
                 self._end(deployment, None)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dni_runtime.core.export import read_header
 from dni_runtime.errors import UnavailableError, UsageError, WorkerError
+from dni_runtime.files import create
 from dni_runtime.run.lines import last_lines
 from dni_runtime.run.record import Record
 from dni_runtime.serving.documents import Order, ServiceState, Settings
@@ -121,7 +122,10 @@ def give_order(folder: Path, order: Order) -> ServiceState:
     if state is None or not state.alive:
         raise UsageError(f"service {folder.name!r} does not run", hint="dnictl serve RUN")
     settings = Settings.load(folder / "settings.json")
-    order.write(order_of(folder))
+    if not create(order_of(folder), order.write):
+        raise UsageError(
+            f"service {folder.name!r} has not taken up the order before", hint="try again"
+        )
     until_s = time.monotonic() + _ANSWERS_S
     until_s += 0.0 if settings is None else settings.ready_s + settings.drain_s
     while time.monotonic() < until_s:
@@ -132,6 +136,7 @@ def give_order(folder: Path, order: Order) -> ServiceState:
                 raise WorkerError(state.error, hint=hint)
             return state
         if not state.alive:
-            raise WorkerError(f"service {folder.name!r} has ended: {state.error or 'killed'}")
+            how = state.error or ("it was stopped" if state.phase == "ended" else "killed")
+            raise WorkerError(f"service {folder.name!r} has ended: {how}")
         time.sleep(_POLL_S)
     raise UsageError(f"service {folder.name!r}, process {state.pid}, does not answer")

@@ -104,7 +104,7 @@ class App:
         health = path[:2] == ["v2", "health"]
         if not health:
             self._authorize(headers)
-        posted = path[-1] == "infer"
+        posted = _asks(scope)
         if scope["method"] not in (("POST",) if posted else ("GET", "HEAD")):
             raise RequestError(405, f"the method here is {'POST' if posted else 'GET'}")
         match path:
@@ -201,7 +201,7 @@ class App:
 
     def _count(self, scope: Message, status: str, duration_s: float) -> None:
         """Count a request for outputs."""
-        if scope["path"].endswith("/infer"):
+        if _asks(scope):
             name = scope.get(_VERSION, "")
             if name not in self._requests:
                 self._requests[name] = RequestFigures()
@@ -211,7 +211,7 @@ class App:
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | bytearray:
         """Return a request's body, of which no more than the limit is held."""
-        if b"content-encoding" in headers:
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise RequestError(415, "compressed requests are not supported")
         limit, length = self._settings.max_body_bytes, headers.get(b"content-length", b"0")
         too_large = RequestError(
@@ -243,6 +243,12 @@ class App:
             raise RequestError(408, text) from None
         finally:
             self._receiving_bytes -= len(body)
+
+
+def _asks(scope: Message) -> bool:
+    """Whether a request is one for outputs; a model or a version may have the name ``infer``."""
+    path: list[str] = scope["path"].split("/")
+    return path[-1] == "infer" and len(path) in (5, 7)
 
 
 async def _until_gone(receive: Receive, future: asyncio.Future[None]) -> None:

@@ -344,7 +344,7 @@ def _flag(parameters: dict[str, Any], name: str, default: bool, place: str) -> b
 def _object(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _wrong(place, f"{_short(value)} is not a JSON object")
-    return value
+    return {key: item for key, item in value.items() if item is not None}  # as if absent
 
 
 def _list(value: Any, place: str) -> list[Any]:

@@ -61,6 +61,7 @@ class Batch:
     rows: int
     inputs: tuple[Tensor, ...]
     sent: float
+    open: set[int]  # rows without an answer
     error: Exception | None = None  # it has failed
 
     @property
@@ -191,8 +192,10 @@ class Queue:
                 shift = part.begin - begin
                 self._fill(part.job, [rows[n] + shift for n in chosen], outputs, answer)
             begin += part.rows
-        if answer.exit is None:
+        batch.open.difference_update(range(batch.rows) if rows is None else rows)
+        if not batch.open:
             self._batch_s += 0.1 * (now - batch.sent - self._batch_s)
+            del self._sent[batch.id]
         self._forget()
         return batch
 
@@ -225,7 +228,8 @@ class Queue:
                 for n in range(len(self._signature.inputs))
             )
         )
-        batch = Batch(self._id, parts, len(inputs[0]), inputs, now)
+        rows = len(inputs[0])
+        batch = Batch(self._id, parts, rows, inputs, now, {*range(rows)})
         self._sent[batch.id] = batch
         return batch
 
@@ -267,6 +271,7 @@ class Queue:
 
     def _fail(self, batch: Batch, error: Exception) -> None:
         batch.error = error
+        batch.open.clear()
         del self._sent[batch.id]
         if len(batch.parts) > 1:
             # Not by halves: it may be that each batch that fails kills a worker.

@@ -6,12 +6,14 @@ import asyncio
 import select
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable
 from math import ceil
 from typing import ParamSpec, TypeVar, cast
 
+import httptools
 import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -179,7 +181,8 @@ class _Uvicorn(uvicorn.Server):
 class _Protocol(HttpToolsProtocol):
     """uvicorn's, which by itself waits for headers without end, and takes any number of them.
 
-    It waits without end, too, for what still comes of a request that was answered.
+    It waits without end, too, for what still comes of a request that was answered, and takes the
+    body of a request that offers another protocol (``Upgrade``) for that protocol's.
 
     When the server stops, it closes connections whose next request may be on its way; here such
     a request is still answered, as the connection's last.
@@ -188,6 +191,8 @@ class _Protocol(HttpToolsProtocol):
     _last = False
     _deadline: asyncio.TimerHandle | None = None  # of what is being received beside bodies
     _received_bytes: int | None = None  # of headers, after the read that they began in
+    _read, _again = 0, b""  # bytes up to an offer of another protocol; the request without it
+    _whole = False  # all of the last request that has begun is received
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -200,19 +205,40 @@ class _Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._begin()
+        self._whole = False
         self._received_bytes = 0
 
     def on_headers_complete(self) -> None:
         self._end()
         super().on_headers_complete()
-        if self._last:
+        if self._last and not self._offers:
             self.cycle.keep_alive = False
 
     def shutdown(self) -> None:
         self._last = True
         self.loop.call_later(_LAST_S if self._answered else 0, super().shutdown)
 
+    @property
+    def _offers(self) -> bool:
+        """Whether the request offers another protocol, which is nothing that this server speaks."""
+        return self.parser.should_upgrade() and self._should_upgrade()
+
+    def _should_upgrade(self) -> bool:
+        return b"upgrade" in dict(self.headers)
+
+    def handle_websocket_upgrade(self) -> None:
+        # This parser reads no body any more: another one reads the request, without the offer.
+        (self._read,) = cast(httptools.HttpParserUpgrade, sys.exception()).args
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self._again = b"\r\n".join([*lines, b"", b""])
+        self.parser = httptools.HttpRequestParser(self)
+
     def on_message_complete(self) -> None:
+        if self._offers:
+            return
+        self._whole = True
         # The loop has not yet been told if the client has gone since; while the server is
         # overloaded that is so for many, whose requests need not be read.
         client = self.transport.get_extra_info("socket")
@@ -221,14 +247,22 @@ class _Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
-        begun = self._received_bytes is not None
-        super().data_received(data)
+        begun, rest = self._received_bytes is not None, data
+        while rest:
+            self._read, self._again = len(rest), b""
+            super().data_received(rest)
+            rest = self._again + rest[self._read :]
         if begun and self._received_bytes is not None:
             self._received_bytes += len(data)
             if self._received_bytes > _HEADERS_BYTES:
                 self.transport.close()
-        if self._answered:
+        if self._answered and not self._whole:
             self._begin()
+        elif self._answered:
+            self._end()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     @property
     def _answered(self) -> bool:

@@ -102,13 +102,14 @@ class Version:
         now, figures = monotonic(), self.figures
         batch = self._queue.answer(answer, now)
         rows = len(answer.outputs[0]) if answer.outputs else 0
-        if answer.exit is not None:
+        if answer.degraded:
+            figures.degraded += rows
+        elif answer.exit is not None:
             figures.exits[answer.exit] = figures.exits.get(answer.exit, 0) + rows
-        elif rows and not answer.degraded and (batch is None or batch.error is None):
+        elif rows and (batch is None or batch.error is None):
             # Also if nobody waits for it any more: it shows that the modules respond.
             self._proved = now
-        figures.degraded += rows * answer.degraded
-        if batch is not None and answer.exit is None:
+        if batch is not None and not batch.open:
             figures.batch_rows.add(batch.rows)
             figures.batch_s.add(now - batch.sent)
         self._send()

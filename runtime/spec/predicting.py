@@ -36,10 +36,11 @@ def predicting(
 ) -> tuple[WorkerSpec, ...]:
     """Return the modules' specs for a chain that only predicts, the front's before them.
 
-    Activations travel as in training; labels and gradients do not. Images stay the same: their
-    workers compare the hash by which the module was trained. ``exits`` are of modules by name: each
-    has a link of its own to the front, which gets all samples' predictions there, and whether they
-    leave; the others go on. ``replicas`` are numbers of workers, by module; of others there is one.
+    Activations travel as in training, but not as int8; labels and gradients do not. Images stay
+    the same: their workers compare the hash by which the module was trained. ``exits`` are of
+    modules by name: each has a link of its own to the front, which gets all samples' predictions
+    there, and whether they leave; the others go on. ``replicas`` are numbers of workers, by module;
+    of others there is one.
     """
     exits, replicas = exits or {}, replicas or {}
     head, tail = modules[0], modules[-1]
@@ -75,7 +76,10 @@ def predicting(
     last = back(tail, tensor=tail.output, outputs=tail.outputs)
     # A window for all batches that are on their way: they wait for the front's answer.
     window = min(head.links.window * (len(modules) + 1), 4096)
-    links = head.links.model_copy(update={"window": window})
+    dtype = head.links.dtype
+    if dtype in ("int8", "int8-channel"):  # by a scale that rows share, one would change others
+        dtype = None
+    links = head.links.model_copy(update={"window": window, "dtype": dtype})
     served = []
     for module in modules:
         data = tuple(number for edge in module.sources for number in edge.data)

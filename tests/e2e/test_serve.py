@@ -493,6 +493,7 @@ def test_the_page(site: Site) -> None:
     try:
         (output,) = json.loads(shell(ask, site.folder))["outputs"]
         assert output["shape"] == [1, 10]
+        assert max(range(10), key=output["data"].__getitem__) == 0, "the digit that it draws"
         shell(update, site.folder)
         assert re.fullmatch(r"\[\d \d\]\n", python("ask.py", site.folder))
     finally:

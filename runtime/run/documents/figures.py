@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from functools import cache
+from copy import deepcopy
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -73,7 +74,11 @@ def histogram(help: str, unit: str = "", *, bounds: Sequence[float]) -> Any:
 
 
 def _field(about: Figure, default: Any) -> Any:
-    return Field(default, description=about.help, json_schema_extra={**about._asdict()})
+    return Field(  # a copy for each document: a histogram changes in place
+        default_factory=partial(deepcopy, default),
+        description=about.help,
+        json_schema_extra={**about._asdict()},
+    )
 
 
 @cache

@@ -320,6 +320,55 @@ def test_what_still_comes_of_an_answered_request_is_not_waited_for(
             assert time.monotonic() - begin < 5
 
 
+def test_a_connection_stays_after_an_early_answer(
+    network: Network, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its body comes in a second and a third packet, and the next request only later."""
+    monkeypatch.setattr(server_module, "_HEADERS_S", 0.5)
+    monkeypatch.setattr(server_module, "_KEEP_ALIVE_S", 2)
+    server = start(network, max_body_bytes=1000)
+    wait_ready(server, "1", 10)
+    large = posted(request_of((1, 2), parameters={"note": "x" * 1000}))
+    with raw(server, large[:-500]) as connection:
+        assert connection.recv(10_000).startswith(b"HTTP/1.1 413")
+        for piece in (large[-500:-200], large[-200:]):
+            connection.sendall(piece)
+            time.sleep(0.1)
+        time.sleep(1)
+        connection.sendall(posted(request_of((1, 2))))
+        assert connection.recv(10_000).startswith(b"HTTP/1.1 200")
+    with raw(server, large[:-500]) as connection:
+        assert connection.recv(10_000).startswith(b"HTTP/1.1 413")
+        connection.sendall(large[-500:])
+        begin = time.monotonic()
+        assert connection.recv(1) == b""
+        assert 1 < time.monotonic() - begin < 10, "but not for ever"
+
+
+OFFER = b"\r\nconnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAEA\r\nhost"
+
+
+@pytest.mark.parametrize("size", [1, 70, 1_000_000])
+def test_an_offer_of_another_protocol_is_ignored(size: int, network: Network, start: Start) -> None:
+    """In packets of any size, with requests before and after it, also with such an offer."""
+    server = start(network)
+    wait_ready(server, "1", 10)
+    plain = [posted(request_of((n, 0))) for n in range(4)]
+    offers = [request.replace(b"\r\nhost", OFFER, 1) for request in plain]
+    data = b"".join([plain[0], offers[1], offers[2], plain[3]])
+    with raw(server, b"") as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for begin in range(0, len(data), size):
+            connection.sendall(data[begin : begin + size])
+        received = b""
+        while received.count(b'"outputs"') < 4:
+            piece = connection.recv(100_000)
+            assert piece, received
+            received += piece
+    assert received.count(b"HTTP/1.1 200 OK") == 4
+    assert [f'"data":[{n}.0,1.0]'.encode() in received for n in (1, 2, 3, 4)] == [True] * 4
+
+
 def test_the_next_requests_headers_do_not_end_the_one_before(
     network: Network, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -602,7 +651,9 @@ class Exits(InProcess):
         odd = torch.arange(1, len(x), 2)
         self.answered(Answer(id, even, (x[even],), exit="low"))
         if len(odd):
-            self.answered(Answer(id, odd, (x[odd] + 1,), degraded=x[0, 0] == 7))
+            need = bool(x[0, 0] == 7)
+            exit = "low" if need else None
+            self.answered(Answer(id, odd, (x[odd] + 1,), exit=exit, degraded=need))
 
 
 def test_exits_are_named(start: Start) -> None:
@@ -616,6 +667,13 @@ def test_exits_are_named(start: Start) -> None:
     assert answer["parameters"] == {"exit": "low,,low"}
     assert answer["outputs"][0]["data"] == [1, 1, 3, 3, 3, 3]
     assert ask(server, (7, 7), (2, 2), path=path).json()["parameters"]["degraded"] is True
+    labels = 'model="model",version="exits"'
+    assert figure(server, f'dni_exits_total{{{labels},exit="low"}}') == 4
+    assert figure(server, f"dni_degraded_total{{{labels}}}") == 1
+    batches = 3 + figure(server, f'dni_probes_total{{{labels},result="answered"}}')
+    for name in ("batch_rows", "batch_s"):
+        counted = figure(server, f"dni_{name}_count{{{labels}}}")
+        assert batches <= counted <= batches + 3, "beside them, probes may have come meanwhile"
     # Rows that leave early do not show that all modules respond: probes go on.
     probes = len(engine.wholes)
     until = time.monotonic() + 10
@@ -637,6 +695,19 @@ def test_paths_and_methods(network: Network, start: Start) -> None:
     assert ask(server, path="/v2/models/model/versions/9/infer").status_code == 404
     zipped = httpx.post(server.url + INFER, content=b"x", headers={"content-encoding": "gzip"})
     assert zipped.status_code == 415
+    plain = {"content-encoding": "identity"}
+    answer = httpx.post(server.url + INFER, json=request_of((1, 2)), headers=plain)
+    assert answer.status_code == 200
+
+
+def test_a_model_may_have_the_name_of_a_request(network: Network, start: Start) -> None:
+    server = start(network, name="infer")
+    wait_ready(server, "1", 10)
+    path = "/v2/models/infer"
+    assert get(server, path).json()["name"] == "infer"
+    assert ask(server, path=f"{path}/infer").status_code == 200
+    assert ask(server, path=f"{path}/versions/1/infer").status_code == 200
+    assert figure(server, 'dni_requests_total{model="infer",version="1",status="200"}') == 2
 
 
 def test_requests_in_a_row_on_one_connection(network: Network, start: Start) -> None:

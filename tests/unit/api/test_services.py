@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from dni_runtime.api.answering import plan_deployment
 from dni_runtime.api.run import Run
-from dni_runtime.api.services import check_folder, find_service
+from dni_runtime.api.services import check_folder, find_service, give_order, order_of
 from dni_runtime.errors import UsageError
 from dni_runtime.run.documents.state import process_birth
 from dni_runtime.run.record import Record
-from dni_runtime.serving.documents import ServiceState
+from dni_runtime.serving.documents import Order, ServiceState, Settings
+from dni_runtime.serving.settings import Settings as HttpSettings
 
 
 def service(folder: Path, *, runs: bool) -> Path:
@@ -54,6 +56,40 @@ def test_the_only_one_that_runs_is_meant(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="several services run") as caught:
         find_service(None, tmp_path)
     assert "another, running" in str(caught.value)
+
+
+def test_an_order_does_not_replace_another_one(tmp_path: Path) -> None:
+    folder = service(tmp_path / "running", runs=True)
+    first = Order(id="first", what="update")
+    first.write(order_of(folder))
+    with pytest.raises(UsageError, match="has not taken up the order before"):
+        give_order(folder, Order(id="second", what="rollback"))
+    assert Order.load(order_of(folder)) == first
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"replicas": {"a": 2}}, {"hosts": "one"}, {"exit_accuracy": 1.0}, {"exit_confidence": 0.0}],
+)
+@pytest.mark.parametrize("exported", [False, True])
+def test_one_process_has_nothing_of_modules(
+    record: Record, tmp_path: Path, settings: dict[str, Any], exported: bool
+) -> None:
+    source = record.run.root
+    if exported:
+        source = tmp_path / "net.safetensors"
+        source.touch()
+    http = HttpSettings(name="x")
+    its = Settings(source=source, in_process=not exported, http=http, **settings)
+    with pytest.raises(UsageError, match=f"'{next(iter(settings))}' is for modules"):
+        plan_deployment("1", source, 1, tmp_path, its)
+
+
+def test_exits_have_one_rule(record: Record, tmp_path: Path) -> None:
+    http, source = HttpSettings(name="x"), record.run.root
+    its = Settings(source=source, http=http, exit_accuracy=1.0, exit_confidence=0.9)
+    with pytest.raises(UsageError, match="'exit_accuracy' and 'exit_confidence' exclude"):
+        plan_deployment("1", source, 1, tmp_path, its)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,8 @@ def test_heads_of_the_training(dnictl: Dnictl, folder: Path) -> None:
         outputs.append(step.predict(h).softmax(1))
     whole = outputs[-1].argmax(1)
     assert (said["samples"], said["held_out"], said["checkpoint"]) == (600, True, 5)
+    both = ("--exit-accuracy", "0.2", "--exit-confidence", "0.8")
+    assert "exclude each other" in dnictl("exits", "one", *both).err
     assert [exit["module"] for exit in said["exits"]] == ["a", "b", "c"]
     for exit, p in zip(said["exits"], outputs, strict=True):
         assert exit["accuracy"] == pytest.approx(float((p.argmax(1) == y).float().mean()))

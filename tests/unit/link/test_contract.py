@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
+import torch
+from torch import Tensor
 
 from dni_runtime.link.contract import LinkContract
-from dni_runtime.spec import LinksSpec, TensorSpec, WorkerSpec
+from dni_runtime.link.tensors import from_buffers, to_buffers
+from dni_runtime.spec import DataInfo, Dtype, LinksSpec, TensorSpec, WorkerSpec
+from dni_runtime.spec.predicting import predicting
 from dni_runtime.wire import HEADER_BYTES, TensorContract
-from tests.specs import float32
+from tests.specs import float32, int64, linear, specs_of
 
 MakeSpec = Callable[..., WorkerSpec]
 
@@ -41,6 +46,26 @@ def test_types_on_the_wire(
     assert contract.gradient is not None
     assert contract.gradient.dtype == gradient
     assert contract.dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", get_args(Dtype))
+@pytest.mark.parametrize("other", [1e6, float("nan"), float("inf")])
+def test_what_is_predicted_does_not_depend_on_other_samples(dtype: str, other: float) -> None:
+    info = DataInfo(sample=float32(4), label=int64(), classes=3)
+    trained = specs_of(f"name: net\nlinks: {{dtype: {dtype}}}\n{linear(4, 4, 4, 3)}", info)
+    links = [(one, edge) for one in predicting(trained) for edge in one.targets if edge.tensor]
+    assert len(links) == 3, "the last one is that to the front"
+    for module, edge in links:
+        contract = LinkContract.of(module, edge)
+
+        def sent(h: Tensor, contract: LinkContract = contract) -> Tensor:
+            assert contract.activation is not None
+            entries, buffers = to_buffers(h, contract.activation)
+            return from_buffers(entries, [bytearray(one) for one in buffers], contract.dtype)
+
+        assert edge.tensor is not None
+        h = torch.randn(1, *edge.tensor.shape)
+        assert torch.equal(sent(torch.cat([h, torch.full_like(h, other)]))[:1], sent(h))
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,19 @@ def test_a_request_in_json() -> None:
     assert request.outputs == ((0, False), (1, False))
 
 
+def test_null_is_as_if_absent() -> None:
+    """Clients of other languages write fields that they do not set."""
+    null = {"parameters": None}
+    flags = {"parameters": {"binary_data_output": None}}
+    asked = {"name": "z", "parameters": {"binary_data": None}}
+    for more in (null, flags, {"outputs": None}, {"id": None}, {"outputs": [{"name": "z", **null}]},
+                 {"outputs": [asked]}):  # fmt: skip
+        request = read({"inputs": [X | null, N], **more})
+        assert not any(binary for _, binary in request.outputs)
+    sized = {"data": None, "parameters": {"binary_data_size": 8}}
+    assert read({"inputs": [X | sized, N]}, tail=b"\0" * 8).inputs[0].tolist() == [[0, 0]]
+
+
 def test_requested_outputs_and_their_forms() -> None:
     binary = {"parameters": {"binary_data": True}}
     request = read({"inputs": [X, N], "outputs": [{"name": "z"}, {"name": "y", **binary}]})

@@ -77,6 +77,21 @@ def test_rows_are_counted_not_requests(client: Client) -> None:
     assert len(client.queue) == client.queue.waiting == 0
 
 
+def test_a_batch_ends_with_its_last_row(client: Client) -> None:
+    """Whoever answers it, also twice; its requests may have rows in other batches."""
+    job = client.put(1, 2, 3, 4, 5)
+    batch = client.queue.take(0.0)
+    assert batch is not None
+    (x,) = batch.inputs
+    for rows, left in (([0, 1], {2, 3}), ([1, 2], {3}), ([3], set[int]())):
+        answer = Answer(batch.id, torch.tensor(rows), (x[rows] * 2,), exit="low")
+        assert client.queue.answer(answer, 2.0) is batch
+        assert batch.open == left
+    assert client.queue.answer(answer, 3.0) is None
+    client.answer(client.queue.take(0.0))
+    assert outputs_of(job) == [2, 4, 6, 8, 10]
+
+
 def test_a_batch_may_wait_for_more_rows() -> None:
     client = Client(Queue(ONE, Settings(max_batch=4, max_waiting=10, deadline_s=5, batch_wait_s=1)))
     client.put(1, now=0.0)
