@@ -236,8 +236,12 @@ class Checkpointed:
         from dni_runtime.core.losses import ChainLoss
         from dni_runtime.core.metrics import check_metrics
         from dni_runtime.measure.predictions import parse_metrics
+        from dni_runtime.plan.prepare import importing_from
 
-        with self._network(cut, data) as (modules, source):
+        if data is not None:  # which may have other samples and labels than the network takes
+            with importing_from(self.directory.sources):
+                return self.predict(data, cut).evaluate(metrics)
+        with self._network(cut, None) as (modules, source):
             tail = modules[-1].spec
             if metrics is not None and tail.tail is not None:
                 chosen = parse_metrics(metrics)
