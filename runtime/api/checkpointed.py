@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dni_runtime.errors import DivergedError, UnavailableError, UsageError
+from dni_runtime.files import expanded
 from dni_runtime.run.cuts import choose_cut, tensors_file
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
@@ -371,7 +372,7 @@ def evaluation_data(
                 hint="give it other keywords: --data '{evaluation: {...}}'",
             )
         if data.get("path") is not None:
-            data = {**data, "path": str(Path(data["path"]).expanduser().absolute())}
+            data = {**data, "path": str(expanded(data["path"]).absolute())}
         half = "samples" if data.get("labels") == "none" else None
         keys = {key: data[key] for key in data if key != "labels" or half is None}
         spec = with_defaults(_other_data(keys, own), Path.cwd())

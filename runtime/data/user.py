@@ -26,6 +26,7 @@ from dni_runtime.data.rows import UserSplit
 from dni_runtime.data.source import Found, resolve
 from dni_runtime.data.splits import Half, Split, sample_of
 from dni_runtime.errors import DataError, DniError, SpecError
+from dni_runtime.files import expanded
 from dni_runtime.packing import row_of
 from dni_runtime.spec import DataInfo, DataSpec
 from dni_runtime.spec.data import PATH, LabelsSpec
@@ -90,7 +91,7 @@ def paths_in(arguments: Mapping[str, Any], folder: Path) -> dict[str, Path]:
 
 
 def _below(root: Path, path: str) -> Path:  # links are not followed: containers get the folder
-    return Path(os.path.normpath(root / Path(path).expanduser()))
+    return Path(os.path.normpath(root / expanded(path)))
 
 
 def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
