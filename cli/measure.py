@@ -15,7 +15,7 @@ import click
 from dni_runtime.errors import UnavailableError, UsageError
 from dnictl import options
 from dnictl.show import Column, decimals, percent, print_table, quantity, thousands
-from dnictl.terminal import answered, json_wanted, tell
+from dnictl.terminal import answered, finite, json_wanted, tell
 
 if TYPE_CHECKING:
     from dni_runtime.measure.compare import ComparedMetric, Row, Trial
@@ -179,7 +179,7 @@ def compare(
             "epochs": prepared.chain.epochs, "threads": threads,
             "rows": [asdict(row) for row in rows], "trials": [asdict(trial) for trial in trials],
         }  # fmt: skip
-        write_json(folder / "result.json", document)
+        write_json(folder / "result.json", finite(document))
         if not json_wanted():
             last = trials[-1]
             tested = "" if last.test is None else f", test {metric.name} {last.test:.4f}"

@@ -77,7 +77,8 @@ def predict(
     document |= {"samples": len(found.outputs), "shape": list(found.outputs.shape[1:])}
     if output is not None:  # whatever is wrong with the labels
         found.save(output)
-    result = None if found.labels is None else found.evaluate(_names(metrics))
+    known = found.labels is not None and found.loss is not None
+    result = found.evaluate(_names(metrics)) if known else None
     document |= {"file": str(output) if output else None, "evaluation": result}
     if confusion is not None:
         from dni_runtime.measure.curves import save_figure

@@ -62,12 +62,13 @@ def json_text(document: Any, indent: int | None = None) -> str:
 
     Numbers that are not finite are null: JSON has none of them.
     """
-    return printable(json.dumps(_finite(document), indent=indent, ensure_ascii=False))
+    return printable(json.dumps(finite(document), indent=indent, ensure_ascii=False))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a JSON document with null for numbers that are not finite."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -38,6 +38,11 @@ def xdg_folder(variable: str, default: str) -> Path:
     return (Path(root) if root.startswith("/") else Path.home() / default) / "dnictl"
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path with the user's folder for ``~``; of a user who is unknown it stays."""
+    return Path(os.path.expanduser(path))
+
+
 def is_full(error: BaseException) -> bool:
     """Whether an error says that a disk, or a user's share of it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

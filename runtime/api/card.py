@@ -38,12 +38,15 @@ _LOADING_WEIGHTS[".pth"] = _LOADING_WEIGHTS[".pt"]
 def write_card(record: Record, cut: int, file: Path, *, state_dict: bool = False) -> None:
     """Write ``FILE.md`` beside an exported file, unless somebody else's file is there.
 
-    If the early exits of this checkpoint have been measured, ``FILE.exits.json`` says so.
+    If the early exits of this checkpoint have been measured, ``FILE.exits.json`` says so;
+    else one that is there is removed.
     """
-    exits = Exits.load(record.run.exits)
+    exits, beside = Exits.load(record.run.exits), file.with_suffix(".exits.json")
     if exits is not None and exits.checkpoint == cut:
         content = exits.model_dump_json(indent=1) + "\n"
-        write_atomic(file.with_suffix(".exits.json"), content, mode=0o644)
+        write_atomic(beside, content, mode=0o644)
+    elif Exits.peek(beside) is not None:  # of the weights that were exported there before
+        beside.unlink()
     path = file.with_suffix(".md")
     if path.exists() and not path.read_text("utf-8", "replace").startswith(_BEGINNING):
         return

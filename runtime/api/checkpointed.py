@@ -11,9 +11,10 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from dni_runtime.errors import DivergedError, UnavailableError, UsageError
+from dni_runtime.files import expanded
 from dni_runtime.run.cuts import choose_cut, tensors_file
 from dni_runtime.run.record import Record
 from dni_runtime.run.rundir import RunDir
@@ -22,7 +23,7 @@ from dni_runtime.spec.replicas import replicas_of
 if TYPE_CHECKING:  # torch takes a while to import
     from torch import Tensor, nn
 
-    from dni_runtime.core.forward import ModuleForward
+    from dni_runtime.core.forward import Inputs, ModuleForward
     from dni_runtime.data import DataSource
     from dni_runtime.measure.predictions import Metrics, Predictions
     from dni_runtime.run.documents.exits import Exits
@@ -236,8 +237,12 @@ class Checkpointed:
         from dni_runtime.core.losses import ChainLoss
         from dni_runtime.core.metrics import check_metrics
         from dni_runtime.measure.predictions import parse_metrics
+        from dni_runtime.plan.prepare import importing_from
 
-        with self._network(cut, data) as (modules, source):
+        if data is not None:  # which may have other samples and labels than the network takes
+            with importing_from(self.directory.sources):
+                return self.predict(data, cut).evaluate(metrics)
+        with self._network(cut, None) as (modules, source):
             tail = modules[-1].spec
             if metrics is not None and tail.tail is not None:
                 chosen = parse_metrics(metrics)
@@ -367,7 +372,7 @@ def evaluation_data(
                 hint="give it other keywords: --data '{evaluation: {...}}'",
             )
         if data.get("path") is not None:
-            data = {**data, "path": str(Path(data["path"]).expanduser().absolute())}
+            data = {**data, "path": str(expanded(data["path"]).absolute())}
         half = "samples" if data.get("labels") == "none" else None
         keys = {key: data[key] for key in data if key != "labels" or half is None}
         spec = with_defaults(_other_data(keys, own), Path.cwd())
@@ -424,11 +429,13 @@ def _other_data(data: Mapping[str, Any], own: DataSpec | None) -> DataSpec:
 def predict_model(file: Path, data: Data | None, *, trust: bool = False) -> Predictions:
     """Return the outputs of an exported network.
 
-    Its loss is taken to be a cross-entropy, or a mean squared error if labels are no integers.
+    Its loss is taken to be a cross-entropy, or a mean squared error if labels are no integers;
+    those of several outputs, which are laid in one row, are not known.
     """
     from dni_runtime.core.export import load_model, read_header
     from dni_runtime.core.forward import as_inputs
     from dni_runtime.measure.predictions import Predictions
+    from dni_runtime.packing import pack
     from dni_runtime.plan.prepare import importing_from
     from dni_runtime.spec import Choice
 
@@ -436,8 +443,17 @@ def predict_model(file: Path, data: Data | None, *, trust: bool = False) -> Pred
         model = load_model(file, trust=trust)
         trained = None if file.suffix == ".pt2" else read_header(file).preprocessing
         source = evaluation_data(data, None, Path.cwd(), trained)
-        loss = Choice(name="CrossEntropyLoss")
-        found = Predictions.of(lambda x: model(*as_inputs(x)), *source.evaluated(), loss)
-    if found.labels is not None and found.labels.is_floating_point():
-        found = replace(found, loss=Choice(name="MSELoss"))
-    return found
+        loss: Choice | None = Choice(name="CrossEntropyLoss")
+
+        def network(x: Inputs) -> Tensor:
+            nonlocal loss
+            outputs = model(*as_inputs(x))
+            if not isinstance(outputs, tuple | list):
+                return cast("Tensor", outputs)
+            loss = None
+            return pack(outputs)
+
+        found = Predictions.of(network, *source.evaluated(), loss)
+    if loss is not None and found.labels is not None and found.labels.is_floating_point():
+        loss = Choice(name="MSELoss")
+    return replace(found, loss=loss)

@@ -64,7 +64,7 @@ class ChainLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.function = build_loss(choice, location)
-        self._name, self._args = choice.name, choice.args
+        self.name, self._args = choice.name, choice.args
         # A list of numbers in the chain file has no type: it has the prediction's.
         self._lists = choice.name in LOSSES and any(
             isinstance(value, list) for value in choice.args.values()
@@ -176,14 +176,14 @@ class ChainLoss(nn.Module):
                 outputs = f"end with a layer of {value + 1} outputs, or " if value > high else ""
                 hint = (
                     f"{outputs}correct the labels; if {value} marks samples without a label: "
-                    f"'{loss._name}: {{ignore_index: {value}}}'"
+                    f"'{loss.name}: {{ignore_index: {value}}}'"
                 )
             takes = f"{low} to {high}" if math.isfinite(high) else "finite numbers"
             if signs:
                 takes, hint = "-1 and 1", "of labels 0 and 1: 2 * y - 1"
             elif low == 0 and not math.isfinite(high):
                 takes = "numbers from 0"
-            raise DataError(f"{name}{index} is {value}, but {loss._name} takes {takes}", hint=hint)
+            raise DataError(f"{name}{index} is {value}, but {loss.name} takes {takes}", hint=hint)
 
     def doubts(self, p_BP: Tensor) -> list[str]:
         """Return what is likely to be wrong with a network's first predictions for this loss."""
@@ -197,7 +197,7 @@ class ChainLoss(nn.Module):
         sums = (p_BP.double().exp() if logarithms else p_BP.double()).sum(axis)
         shares = bool(((sums - 1).abs() < _SHARE).all())
         if logarithms and not shares:
-            return [f"{self._name} takes logarithms of probabilities: end with 'LogSoftmax'"]
+            return [f"{self.name} takes logarithms of probabilities: end with 'LogSoftmax'"]
         if type(self.function) is nn.CrossEntropyLoss and shares and bool((p_BP >= 0).all()):
             return ["CrossEntropyLoss computes the softmax itself: leave out the last 'Softmax'"]
         return []

@@ -10,15 +10,15 @@ import functools
 import importlib
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dni_runtime.core.labels import alike, lined_up
-from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.losses import LOSSES, ChainLoss, SumOfLosses
 from dni_runtime.core.training import torch_dtype
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
@@ -114,6 +114,11 @@ class TorchMetric:
     ) -> None:
         self._metric = _build(choice, location).to(device)
         self._loss = loss
+        terms = [loss.function]
+        if isinstance(loss.function, SumOfLosses):
+            terms = [term.function for term in cast("Iterable[ChainLoss]", loss.function.losses)]
+        self._probabilities = next(filter(None, map(_probabilities_of, terms)), None)
+        self._own = not all(isinstance(term, tuple(LOSSES.values())) for term in terms)
         modules = [cls.__module__ for cls in type(self._metric).__mro__]
         self._of_text, self._of_classes = (
             any(module.startswith(f"torchmetrics.{package}.") for module in modules)
@@ -126,7 +131,7 @@ class TorchMetric:
         if self._loss.class_axis is None:
             y_BY = lined_up(p_BP, y_BY)
             if self._of_classes:  # torchmetrics needs integers for the labels of BCELoss
-                p_BP, y_BY = self._probabilities(p_BP), y_BY.long()
+                p_BP, y_BY = (self._probabilities or _same)(p_BP), y_BY.long()
             self._metric.update(p_BP, y_BY)
             return
         p_NC, y_N = self._loss.rows(p_BP, y_BY)
@@ -136,21 +141,10 @@ class TorchMetric:
         if not len(y_N):
             return
         if self._of_classes:
-            p_NC = self._probabilities(p_NC)
+            p_NC = (self._probabilities or _same)(p_NC)
         elif self._of_text:
             p_NC, y_N = p_NC.unsqueeze(0), y_N.unsqueeze(0)
         self._metric.update(p_NC, y_N)
-
-    def _probabilities(self, p: Tensor) -> Tensor:
-        """Return the loss's probabilities for scores ``[N, C]``, or for single scores."""
-        match self._loss.function:
-            case nn.CrossEntropyLoss():
-                return p.softmax(1)
-            case nn.NLLLoss():
-                return p.exp()
-            case nn.BCEWithLogitsLoss() | nn.MultiLabelSoftMarginLoss():
-                return p.sigmoid()
-        return p
 
     def result(self) -> float:
         """Return its value; NaN if nothing was counted."""
@@ -187,6 +181,14 @@ class TorchMetric:
 
     def try_out(self, name: str, prediction: TensorSpec, label: TensorSpec, at: Location) -> None:
         """Count and compute a made-up batch, so that errors come before anything starts."""
+        if self._of_classes and self._own and self._probabilities is None:
+            raise SpecError(
+                f"{name} needs probabilities, and {self._loss.name} does not say how outputs "
+                "become them",
+                location=at,
+                hint="give the loss's class a method 'probabilities(self, p)', which returns those "
+                "of scores [N, C], or of single scores: 'return p.softmax(1)' or 'p.sigmoid()'",
+            )
         lists = [key for key, value in self._metric._defaults.items() if isinstance(value, list)]
         if lists:
             raise SpecError(
@@ -214,6 +216,27 @@ class TorchMetric:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise SpecError(f"{name} returns {shape}, not one number", location=at,
                             hint="averaging may help, as in 'average: macro'")  # fmt: skip
+
+
+def _probabilities_of(function: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return what makes probabilities of scores ``[N, C]``, or of single ones; None: unknown."""
+    own = getattr(function, "probabilities", None)  # of a user's loss
+    if callable(own):
+        return cast("Callable[[Tensor], Tensor]", own)
+    match function:
+        case nn.CrossEntropyLoss():
+            return functools.partial(torch.softmax, dim=1)
+        case nn.NLLLoss():
+            return torch.exp
+        case nn.BCEWithLogitsLoss() | nn.MultiLabelSoftMarginLoss():
+            return torch.sigmoid
+        case nn.BCELoss():
+            return _same
+    return None
+
+
+def _same(p: Tensor) -> Tensor:
+    return p
 
 
 def check_metrics(

@@ -17,7 +17,7 @@ from dni_runtime.data.npz import find_npz
 from dni_runtime.data.source import DataSource, Found, resolve, used
 from dni_runtime.data.splits import Batch, Half, Halves, Split
 from dni_runtime.data.text import TextOptions, find_text
-from dni_runtime.data.user import find_user, with_path
+from dni_runtime.data.user import absolute, find_user, with_path
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import NO_LABEL, DataInfo, DataSpec, Preprocessing
 from dni_runtime.spec.choices import validated
@@ -54,6 +54,8 @@ DATASETS: dict[str, DataSet] = {
 
 def with_defaults(spec: DataSpec, base: Path) -> DataSpec:
     """Return the spec with all options of its data set; of a user's class with its ``path``."""
+    if spec.labels is not None and ":" in (spec.labels.dataset or ""):
+        spec = spec.model_copy(update={"labels": absolute(spec.labels, base)})
     if ":" in spec.dataset:
         return with_path(spec, base)
     options = _options(spec)

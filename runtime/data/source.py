@@ -21,6 +21,7 @@ from dni_runtime.data.ahead import in_processes, in_thread
 from dni_runtime.data.augment import Augmentation, derived_seed, seeded
 from dni_runtime.data.splits import Batch, Split
 from dni_runtime.errors import DataError
+from dni_runtime.files import expanded
 from dni_runtime.spec import DataInfo, DataSpec
 from dni_runtime.wire import Rows
 
@@ -38,7 +39,7 @@ class Found:
 
 def resolve(path: str, base: Path) -> Path:
     """Return ``data.path`` as an absolute path: expand ``~``, start relative paths at ``base``."""
-    return (base / Path(path).expanduser()).resolve()
+    return (base / expanded(path)).resolve()
 
 
 def used(info: DataInfo, spec: DataSpec) -> DataInfo:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -26,9 +26,10 @@ from dni_runtime.data.rows import UserSplit
 from dni_runtime.data.source import Found, resolve
 from dni_runtime.data.splits import Half, Split, sample_of
 from dni_runtime.errors import DataError, DniError, SpecError
+from dni_runtime.files import expanded
 from dni_runtime.packing import row_of
 from dni_runtime.spec import DataInfo, DataSpec
-from dni_runtime.spec.data import PATH
+from dni_runtime.spec.data import PATH, LabelsSpec
 
 _PATHS = re.compile(r"(^|_)(root|path|folder|directory|dir|file)$")
 """Names of arguments that are paths: ``root``, ``img_dir``, ``annotations_file``."""
@@ -38,10 +39,11 @@ def with_path(spec: DataSpec, base: Path) -> DataSpec:
     """Return the spec with the paths in its keywords relative to ``data.path``.
 
     Without a ``data.path`` they start at ``base``, the folder of ``chain.yaml``, and the folder
-    that they have in common becomes the ``data.path``.
+    that they have in common becomes the ``data.path``. A class that has no keywords of its own for
+    training and evaluation would get it as an argument: there they become absolute.
     """
     if spec.train is None:
-        return spec
+        return absolute(spec, base)
 
     root = base if spec.path is None else _below(base, spec.path)
     places = {
@@ -70,6 +72,15 @@ def with_path(spec: DataSpec, base: Path) -> DataSpec:
     return spec.model_copy(update=update)
 
 
+S = TypeVar("S", DataSpec, LabelsSpec)
+
+
+def absolute(spec: S, base: Path) -> S:
+    """Return the spec with absolute paths in ``args``, unless its class gets a ``path``."""
+    found = {} if spec.path is not None else paths_in(spec.args, base)
+    return spec.model_copy(update={"args": spec.args | {key: str(at) for key, at in found.items()}})
+
+
 def paths_in(arguments: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     """Return those of a data set's keywords that are paths, which start in a folder."""
     return {
@@ -80,7 +91,7 @@ def paths_in(arguments: Mapping[str, Any], folder: Path) -> dict[str, Path]:
 
 
 def _below(root: Path, path: str) -> Path:  # links are not followed: containers get the folder
-    return Path(os.path.normpath(root / Path(path).expanduser()))
+    return Path(os.path.normpath(root / expanded(path)))
 
 
 def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:

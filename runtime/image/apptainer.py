@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from dni_runtime.errors import BuildError, UnavailableError, UsageError
+from dni_runtime.files import expanded
 
 SETUP_PREFIXES = (
     Path("/opt/dni-apptainer"),
@@ -127,7 +128,7 @@ def candidates() -> list[Path]:
     path = os.environ.get("PATH", os.defpath)
     programs = [shutil.which("apptainer", path=path)]
     prefixes = [Path(p) for p in (os.environ.get("DNI_APPTAINER_PREFIX"),) if p]
-    programs += [str(p.expanduser() / "usr/bin/apptainer") for p in (*prefixes, *SETUP_PREFIXES)]
+    programs += [str(expanded(p) / "usr/bin/apptainer") for p in (*prefixes, *SETUP_PREFIXES)]
     programs.append(shutil.which("singularity", path=path))
     return [Path(f) for f in programs if f is not None and os.access(f, os.X_OK)]
 
@@ -244,7 +245,7 @@ def room_hint(*others: Path, below_bytes: float = math.inf) -> str | None:
     ``others`` are folders that no variable sets. None if all have ``below_bytes`` free.
     """
     named = {name: os.environ.get(name) or folder for name, folder in _WORK_FOLDERS.items()}
-    folders = [(Path(path).expanduser(), name) for name, path in named.items() if path]
+    folders = [(expanded(path), name) for name, path in named.items() if path]
     free_mb = {it: _free_bytes(it[0]) // 10**6 for it in (*folders, *((one, "") for one in others))}
     folder, name = fullest = min(free_mb, key=free_mb.__getitem__)
     if free_mb[fullest] >= below_bytes / 1e6:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from dni_runtime.errors import BuildError, DataError, ImageError, SpecError, UnavailableError
-from dni_runtime.files import locked, xdg_folder
+from dni_runtime.files import expanded, locked, xdg_folder
 from dni_runtime.image import apptainer, wheels
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.definition import render_base
@@ -91,7 +91,7 @@ def plan_base(
     source = image.base.source
     local: Path | None = None
     if image.base.bootstrap == "localimage":
-        local = (options.folder / Path(source).expanduser()).resolve()
+        local = (options.folder / expanded(source)).resolve()
         if not local.is_file():
             raise DataError(
                 f"image.base.source: {local} is not a file",

@@ -230,9 +230,10 @@ def _number(line: EvaluationLine, metric: ComparedMetric) -> float:
 
 
 def default_target(trials: Sequence[Trial], metric: ComparedMetric) -> float | None:
-    """Return one point below the reference's mean; None for metrics that fall."""
+    """Return one point below the reference's mean; None for metrics that fall, or are unknown."""
     last = [trial.points[-1].value for trial in trials if trial.method == REFERENCE]
-    return statistics.mean(last) - TARGET_BELOW if last and metric.rises else None
+    known = bool(last) and all(map(math.isfinite, last))
+    return statistics.mean(last) - TARGET_BELOW if known and metric.rises else None
 
 
 def seconds_to(trial: Trial, metric: ComparedMetric, target: float) -> float | None:
@@ -249,6 +250,7 @@ def summarize(trials: Sequence[Trial], metric: ComparedMetric, target: float | N
     for method in dict.fromkeys(trial.method for trial in trials):
         mine = [trial for trial in trials if trial.method == method]
         last = [trial.points[-1].value for trial in mine]
+        ends = sorted(last) if all(value == value for value in last) else [math.nan]
         times = [] if target is None else [seconds_to(trial, metric, target) for trial in mine]
         reached = [time for time in times if time is not None]
         tests = [trial.test for trial in mine if trial.test is not None]
@@ -257,8 +259,8 @@ def summarize(trials: Sequence[Trial], metric: ComparedMetric, target: float | N
             Row(
                 method=method,
                 mean=statistics.mean(last),
-                low=min(last),
-                high=max(last),
+                low=ends[0],
+                high=ends[-1],
                 samples_per_s=statistics.median(trial.samples_per_s for trial in mine),
                 reached=len(reached),
                 trials=len(mine),

@@ -133,7 +133,7 @@ def _without_schedules(prepared: CheckedChain) -> CheckedChain:
 def _feeds(prepared: CheckedChain, steps: Sequence[ModuleStep]) -> list[list[_Feed]]:
     """Return inputs, labels and true gradients of all modules, for a few real batches."""
     chain = prepared.chain
-    source = open_data(chain.data.at(prepared.data), prepared.base, seed=chain.seed)
+    source = open_data(chain.data.at(prepared.data).of_replica(1), prepared.base, seed=chain.seed)
     feeds: list[list[_Feed]] = [[] for _ in steps]
     sources = chain.graph.sources
     for id, (x, y_BY) in enumerate(islice(source.train_batches(1), _BATCHES), start=1):

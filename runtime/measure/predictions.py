@@ -40,14 +40,14 @@ class Predictions:
     Attributes:
         outputs: One row for each sample.
         labels: Likewise; None if the data have none.
-        loss: The network's loss.
+        loss: The network's loss; None if it is not known.
         numbers: Which samples of the data the rows are of, from 0; None: all, in their order.
         metrics: Those that :meth:`evaluate` returns by default.
     """
 
     outputs: Tensor
     labels: Tensor | None
-    loss: Choice
+    loss: Choice | None
     metrics: tuple[Choice, ...] = ()
     numbers: Tensor | None = None
 
@@ -58,7 +58,7 @@ class Predictions:
         network: Callable[[Inputs], Tensor],
         batches: Iterable[tuple[Inputs, Tensor]],  # samples and labels
         numbers_N: Tensor,  # of the samples in the data, in the order of the batches
-        loss: Choice,
+        loss: Choice | None,
         metrics: tuple[Choice, ...] = (),
     ) -> Self:
         """Predict batch by batch; ``data.streams`` reads in another order."""
@@ -108,8 +108,9 @@ class Predictions:
 
     @property
     def classes(self) -> int | None:
-        """Number of classes; None if there are no labels, or they are not classes."""
-        return None if self.labels is None else self._compared()[0].scores
+        """Number of classes; None if there are no labels, or none are classes."""
+        known = self.labels is not None and self.loss is not None
+        return self._compared()[0].scores if known else None
 
     def plot(self) -> Figure:
         """The confusion matrix as a figure of matplotlib.
@@ -142,6 +143,10 @@ class Predictions:
         """Return the loss, and the labels."""
         if self.labels is None:
             raise UsageError("the data have no labels to compare with")
+        if self.loss is None:
+            raise UsageError(
+                "the losses of several outputs are not known", hint="predict by the run"
+            )
         return ChainLoss(self.loss, sample_of(self.outputs), sample_of(self.labels)), self.labels
 
 

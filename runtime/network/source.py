@@ -146,6 +146,18 @@ def arguments_of(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(module.forward).parameters if name in names)
 
 
+def check_named(module: nn.Module, names: Sequence[str]) -> None:
+    """Refuse several keys of which ``forward`` knows none: their order may be another."""
+    if len(names) > 1:
+        taken = ", ".join(inspect.signature(module.forward).parameters)
+        raise SpecError(
+            f"none of the rows' keys {', '.join(map(repr, names))} is an argument of "
+            f"{type(module).__name__}.forward({taken})",
+            location=("data",),
+            hint="name the inputs in 'data.inputs', in the order of the arguments",
+        )
+
+
 def build_network(spec: NetworkSpec) -> nn.Module:
     """Call the user's function; the network has the weights that it gives, and is in train mode.
 

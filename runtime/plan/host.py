@@ -16,6 +16,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from dni_runtime.errors import DataError, ImageError, SpecError, UnavailableError
+from dni_runtime.files import expanded
 from dni_runtime.image.apptainer import Apptainer, Mount, usable_apptainer
 from dni_runtime.image.check import (
     inspect_image,
@@ -167,7 +168,7 @@ def _check_addresses(workers: Sequence[WorkerSpec], locate: Locator) -> None:
 
 def _chain_mounts(chain: ChainSpec, locate: Locator) -> Iterator[Mount]:
     for index, mount in enumerate(chain.mounts):
-        source = Path(mount.source).expanduser().absolute()
+        source = expanded(mount.source).absolute()
         if not source.exists():
             raise UnavailableError(
                 f"{locate('mounts', index)}: {str(source)!r} does not exist and cannot be mounted",
@@ -214,7 +215,7 @@ def check_images(
     ``require_signed``: each image needs a valid signature; a text names the public key for it.
     """
     lock = read_lock(folder)
-    key = Path(require_signed).expanduser() if isinstance(require_signed, str) else None
+    key = expanded(require_signed) if isinstance(require_signed, str) else None
 
     def check(worker: WorkerSpec) -> Path:
         image = _image(folder, worker)

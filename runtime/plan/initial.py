@@ -17,7 +17,7 @@ from torch import Tensor
 from dni_runtime.core.export import AVERAGE_PREFIX, LAYERS_PREFIX, METADATA, ExportHeader
 from dni_runtime.core.layers import exported, tensors_of
 from dni_runtime.errors import CheckpointError, DataError, SpecError, unreadable
-from dni_runtime.files import pinned, write_atomic
+from dni_runtime.files import expanded, pinned, write_atomic
 from dni_runtime.run.cuts import choose_cut, tensors_file
 from dni_runtime.run.record import Record
 from dni_runtime.run.releases import parse_name, unpacked
@@ -51,7 +51,7 @@ def find_initial(chain: ChainSpec, workers: tuple[WorkerSpec, ...], base: Path) 
         explicit = chain.modules[worker.index].init is not None
         at = ("modules", worker.index, "init") if explicit else ("defaults", "init")
         if init.file not in stored:
-            released, path = parse_name(init.file), base / Path(init.file).expanduser()
+            released, path = parse_name(init.file), base / expanded(init.file)
             if released is not None and not path.exists():
                 path = unpacked(*released)
             stored[init.file] = dict(_stored(path, (*at, "file")))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dni_runtime.errors import NEEDED, DataError, SpecError, UsageError, hides
+from dni_runtime.files import expanded
 from dni_runtime.run.record import Record
 from dni_runtime.spec import ChainSpec, DataInfo, WorkerSpec, load_chain, source_files
 from dni_runtime.spec.load import line_of, naming_file
@@ -229,15 +230,15 @@ def _beside(folder: Path, chain: ChainSpec) -> ChainSpec:
     ``data.path`` stays as it is: the run's record has the place that was found for it.
     """
     mounts = tuple(
-        mount.model_copy(update={"source": str(folder / Path(mount.source).expanduser())})
+        mount.model_copy(update={"source": str(folder / expanded(mount.source))})
         for mount in chain.mounts
     )
     image, key = chain.image, chain.image.require_signed
     if isinstance(key, str):
-        image = image.model_copy(update={"require_signed": str(folder / Path(key).expanduser())})
+        image = image.model_copy(update={"require_signed": str(folder / expanded(key))})
     data = chain.data
     if data.labels is not None and data.labels.path is not None:
-        path = str(folder / Path(data.labels.path).expanduser())
+        path = str(folder / expanded(data.labels.path))
         data = data.model_copy(update={"labels": data.labels.model_copy(update={"path": path})})
     return chain.model_copy(update={"mounts": mounts, "image": image, "data": data})
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dni_runtime.core.forward import as_inputs
 from dni_runtime.data import describe, open_data, with_defaults
 from dni_runtime.errors import SpecError, UsageError, unreadable
-from dni_runtime.network.source import built_once
+from dni_runtime.network.source import built_once, check_named
 from dni_runtime.plan.prepare import CheckedChain, importing_from, prepare
 from dni_runtime.resolve.describe import with_frozen
 from dni_runtime.spec import ChainSpec, Choice, DataSpec
@@ -98,6 +98,8 @@ def split_chain(
         info = describe(data, base)
         spec, network = network_of(target, info, args=args or {}, takes=takes, returns=returns)
         if info.names:
+            if not spec.takes and not data.inputs:
+                check_named(network, info.names)
             named = set(spec.takes) <= set(info.names)
             info = info.with_inputs((named and spec.takes) or info.names)
             data = data.model_copy(update={"inputs": info.names})

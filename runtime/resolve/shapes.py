@@ -16,7 +16,7 @@ from dni_runtime.core.layers import build_layer, build_module
 from dni_runtime.core.recurrent import CELLS
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import SpecError
-from dni_runtime.network.source import arguments_of, without_memory
+from dni_runtime.network.source import arguments_of, check_named, without_memory
 from dni_runtime.packing import row_of
 from dni_runtime.spec import ChainSpec, DataInfo, LayerSpec, TensorSpec, WorkerSpec
 from dni_runtime.spec.choices import Location
@@ -49,10 +49,21 @@ def by_name(chain: ChainSpec, info: DataInfo) -> tuple[ChainSpec, DataInfo]:
     Only if samples are dicts, and neither the data's inputs nor the head's are written down.
     """
     layer = chain.modules[0].layers[0]
+    for what, keys in (("inputs", chain.data.inputs), ("label", chain.data.label)):
+        if keys and not info.names:
+            raise SpecError(
+                f"rows of data set {chain.data.dataset!r} are no dicts, and have no {keys[0]!r}",
+                location=("data", what),
+                hint="leave it out: of a tuple all but the last are inputs, and the last is the "
+                "label",
+            )
     if not info.names or chain.data.inputs or chain.graph.data[0] is not None:
         return chain, info
     at: Location = ("modules", 0, "layers", 0)
-    names = arguments_of(without_memory(lambda: build_layer(layer, at)), info.names) or info.names
+    first = without_memory(lambda: build_layer(layer, at))
+    names = arguments_of(first, info.names)
+    if not names:
+        check_named(first, names := info.names)
     data = chain.data.model_copy(update={"inputs": names})
     return chain.model_copy(update={"data": data}), info.with_inputs(names)
 

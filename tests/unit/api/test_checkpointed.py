@@ -58,6 +58,17 @@ modules:
 """
 
 
+NUMBERS = """\
+name: x
+data: {dataset: npz, path: own.npz, batch_size: 8}
+loss: BCEWithLogitsLoss
+metrics: [mse]
+modules:
+  - {name: a, layers: [{Linear: {in_features: 3, out_features: 4}}]}
+  - {name: b, layers: [{Linear: {in_features: 4, out_features: 1}}]}
+"""
+
+
 def trained(folder: Path, settings: str, text: str = CHAIN) -> tuple[Checkpointed, LocalChain]:
     """A run with a checkpoint after a few batches, and the chain that made it."""
     path = folder / "chain.yaml"
@@ -87,6 +98,23 @@ def test_it_computes_as_the_run_does(
     for name in ("optimization", "interfaces.synthetic", "interfaces.local"):
         monkeypatch.setattr(f"dni_runtime.core.{name}.build_optimizer", None)
     assert run.evaluate() == expected
+
+
+def test_other_labels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Torch would repeat predictions for several labels, and take any for probabilities."""
+    x, y = np.random.default_rng(0).random((24, 3), np.float32), np.arange(24)[:, None] % 2
+    for name, labels in (("own", y), ("three", np.repeat(y, 3, 1)), ("signs", 2 * y - 1)):
+        labels = labels.astype(np.float32)
+        arrays = {"x_train": x, "y_train": labels, "x_eval": x, "y_eval": labels}
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+    run, _ = trained(tmp_path, "", NUMBERS)
+    assert run.evaluate(data=tmp_path / "own.npz") == pytest.approx(run.evaluate())
+    for name, message in (
+        ("three", "of the output with one of the label"),
+        ("signs", r"label \[0, 0\] is -1\.0"),
+    ):
+        with pytest.raises((SpecError, DataError), match=message):
+            run.evaluate(data=tmp_path / f"{name}.npz", metrics=["mse"])
 
 
 def images(file: Path, mean: float, dtype: str) -> np.ndarray[Any, Any]:

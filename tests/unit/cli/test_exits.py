@@ -93,6 +93,12 @@ def test_heads_of_the_training(dnictl: Dnictl, folder: Path) -> None:
     assert "what 'a' sends is larger than the input" in shown.err
     assert (folder / "exits.png").read_bytes().startswith(b"\x89PNG")
     assert "cannot be drawn" in dnictl("exits", "one", "--figure", "exits.txt").err
+    run.directory.exits.unlink()  # the same weights, of which nothing is known
+    run.export(folder / "m.safetensors")
+    assert not (folder / "m.exits.json").exists()
+    (folder / "m.exits.json").write_text('{"mine": 1}')
+    run.export(folder / "m.safetensors")
+    assert (folder / "m.exits.json").exists()
 
 
 def test_heads_fitted_afterwards(dnictl: Dnictl, folder: Path) -> None:

@@ -161,6 +161,35 @@ def test_an_exported_file(dnictl: Dnictl, run: Checkpointed, folder: Path) -> No
     assert "does not take these samples, float32[1, 8, 8]: mat1 and mat2" in result.err
 
 
+TWO = """\
+import torch
+
+class Two(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x[:, :2]
+
+def numbers(train):
+    return [(torch.full((64,), n / 9), (n % 10, n % 2)) for n in range(40)]
+"""
+
+
+def test_an_exported_file_of_several_outputs(dnictl: Dnictl, folder: Path) -> None:
+    """They are laid in one row; nobody knows what they are worth."""
+    (folder / "two.py").write_text(TWO)
+    last = "import: 'two:Two', args: {in_features: 8, out_features: 10}"
+    losses = ", ".join(f"{{loss: CrossEntropyLoss, output: {n}, label: {n}}}" for n in (0, 1))
+    text = CHAIN.replace("Linear: {in_features: 8, out_features: 10}", last)
+    text = text.replace("dataset: digits, flatten: true", "dataset: 'two:numbers'")
+    run = trained(folder, text.replace("modules:", f"losses: [{losses}]\nmodules:"))
+    run.export(folder / "m.safetensors")
+    command = ("predict", "m.safetensors", "--trust", "--data", "two:numbers", "-o", "p.npz")
+    said = dnictl(*command, "--json").json
+    assert (said["shape"], said["evaluation"], said["confusion"]) == ([12], None, None)
+    arrays = loaded(folder / "p.npz")
+    np.testing.assert_allclose(arrays["outputs"], run.predict("two:numbers").outputs, rtol=1e-5)
+    assert arrays["labels"].shape == (40, 2)
+
+
 def test_data_are_not_replaced_by_predictions(
     dnictl: Dnictl, run: Checkpointed, folder: Path
 ) -> None:

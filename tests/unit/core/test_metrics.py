@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dni_runtime.core.evaluation import EvaluationSums
-from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.losses import ChainLoss, sum_of
 from dni_runtime.core.metrics import METRICS, TorchMetric, check_metrics, rises
 from dni_runtime.errors import SpecError
 from dni_runtime.resolve.resolve import resolved_chain, worker_specs
-from dni_runtime.spec import Choice, DataInfo, TensorSpec, parse_chain
+from dni_runtime.spec import Choice, DataInfo, LossSpec, TensorSpec, parse_chain
 from dni_runtime.spec.model import PLAIN_METRICS
 from tests.specs import float32, int64, refused, specs_of
 
@@ -132,6 +132,35 @@ def test_torchmetrics_without_class_labels() -> None:
         float(classification.BinaryF1Score()(p.sigmoid(), y.long()))
     )
     assert found["MeanSquaredError"] == pytest.approx(float(F.mse_loss(p, y)))
+
+
+class Own(torch.nn.Module):
+    """A loss of raw scores, as torchmetrics cannot know."""
+
+    def forward(self, p: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(p, y)
+
+
+class Told(Own):
+    def probabilities(self, p: Tensor) -> Tensor:
+        return p.sigmoid()
+
+
+def test_whether_scores_are_probabilities_is_not_guessed_from_a_batch() -> None:
+    pytest.importorskip("torchmetrics.classification")
+    torch.manual_seed(0)
+    p = 0.4 * torch.randn(24, 1) + 0.3
+    y = (p > 0).float()
+    terms = [Choice(name="MSELoss"), Choice(name=f"{__name__}:Told")]
+    both = sum_of([LossSpec(loss=one) for one in terms], *([one] for one in _specs(p, y)))
+    for choice in (both, terms[1]):
+        loss = ChainLoss(choice, *_specs(p, y))
+        check_metrics(choices("BinaryAccuracy"), loss, *_specs(p, y))
+        assert run(loss, p, y, "BinaryAccuracy", size=2)["BinaryAccuracy"] == 1
+    loss = ChainLoss(Choice(name=f"{__name__}:Own"), *_specs(p, y))
+    check_metrics(choices("PearsonCorrCoef"), loss, *_specs(p, y))
+    with pytest.raises(SpecError, match=r"test_metrics:Own does not say(.|\n)*p.sigmoid\(\)"):
+        check_metrics(choices("BinaryAccuracy"), loss, *_specs(p, y))
 
 
 def _specs(p: Tensor, y: Tensor) -> tuple[TensorSpec, TensorSpec]:

@@ -10,9 +10,9 @@ import torch
 from pydantic import Field
 
 from dni_runtime.data import DATASETS, DataSet, describe, open_data, with_defaults
-from dni_runtime.data.source import Found
+from dni_runtime.data.source import Found, resolve
 from dni_runtime.data.splits import MemorySplit
-from dni_runtime.errors import SpecError
+from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import DataInfo, DataSpec
 from dni_runtime.spec.named import Frozen
 from tests.specs import float32, int64
@@ -37,6 +37,12 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def numbers_with(**args: object) -> DataSpec:
     return DataSpec(dataset="numbers", batch_size=2, args=args)
+
+
+def test_a_user_who_is_unknown_is_no_error_of_ours(tmp_path: Path) -> None:
+    assert resolve("~no-such-user/x", tmp_path) == tmp_path / "~no-such-user" / "x"
+    with pytest.raises(DataError, match=r"no data file .*/~no-such-user/x"):
+        describe(DataSpec(dataset="npz", path="~no-such-user/x.npz"), tmp_path)
 
 
 def test_a_data_set_gets_its_options() -> None:

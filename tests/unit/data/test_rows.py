@@ -15,6 +15,7 @@ from dni_runtime.data import DataSource, describe, locate, open_data, with_defau
 from dni_runtime.data.imports import import_target
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import DataSpec
+from dni_runtime.spec.data import LabelsSpec
 from tests.specs import float32, int64
 
 SOURCE = """
@@ -168,10 +169,22 @@ def test_paths_in_arguments(make: Any, tmp_path: Path) -> None:
     (tmp_path / "linked").symlink_to("/tmp")
     spec = make("Folder", path="b", train={"root": "../linked/x"}, evaluation={"root": "y"})
     assert spec.train == {"root": str(tmp_path / "linked/x")}
-    old = DataSpec.model_validate({"dataset": "mine:Data", "args": {"root": "a"}})
-    assert with_defaults(old, tmp_path) == old
+    plain = DataSpec.model_validate({"dataset": "mine:Data", "path": "b", "args": {"root": "a"}})
+    assert with_defaults(plain, tmp_path) == plain
     with pytest.raises(SpecError, match=r"/tmp.* and /elsewhere have no folder in common\n.*path"):
         make("Folder", train={"root": "a"}, evaluation={"root": "/elsewhere"})
+
+
+def test_paths_do_not_start_where_the_user_happens_to_be(tmp_path: Path) -> None:
+    args = {"root": "a", "length": 3}
+    spec = with_defaults(
+        DataSpec(dataset="m:D", args=args, labels=LabelsSpec(dataset="m:L", args=args)), tmp_path
+    )
+    assert (spec.path, spec.train, spec.args) == (None, None, args | {"root": f"{tmp_path}/a"})
+    assert spec.labels is not None
+    assert spec.labels.args == spec.args
+    own = DataSpec(labels=LabelsSpec(dataset="m:L", path="b", args=args))
+    assert with_defaults(own, tmp_path).labels == own.labels  # the class joins them itself
 
 
 @pytest.mark.parametrize(

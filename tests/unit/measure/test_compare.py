@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,6 +165,14 @@ def test_rows() -> None:
     assert (mixed.reached, mixed.trials, mixed.target_s) == (2, 2, 3.0)  # 4 s and 2 s
     assert (none.reached, none.target_s) == (1, None)
     assert backprop.samples_per_s == 100.5
+
+
+@pytest.mark.parametrize("values", [(0.9, math.nan, 0.8), (math.nan, 0.8, 0.9)])
+def test_what_is_not_finite_is_not_hidden_by_its_place(values: tuple[float, ...]) -> None:
+    trials = [trial("backprop", seed, value) for seed, value in enumerate(values)]
+    (row,) = summarize(trials, ACCURACY, None)
+    assert all(map(math.isnan, (row.mean, row.low, row.high)))
+    assert default_target(trials, ACCURACY) is None
 
 
 def test_the_test_set_has_a_figure_of_its_own() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dni_runtime.errors import UsageError
@@ -52,6 +53,17 @@ def test_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert b.backward_us.low > 0, "made when the true gradient comes"
     assert (b.down_bytes, b.up_bytes) == (32 * 8 * 2, 32 * 16 * 2 / 4)
     assert (c.interface_parameters, c.learn_every, c.down_bytes) == (0, 0, 0)
+
+
+def test_heads_that_have_data_of_their_own(tmp_path: Path) -> None:
+    x, y = np.zeros((64, 64), np.float32), np.arange(64) % 10
+    for number in (1, 2):
+        np.savez(tmp_path / f"{number}.npz", x_train=x, y_train=y, x_eval=x, y_eval=y)
+    text = CHAIN.replace("dataset: digits", "dataset: npz, path: '{replica}.npz', drop_last: true")
+    text = text.replace("name: a,", "name: a, replicas: 2,").replace("exact", "mixed")
+    (tmp_path / "chain.yaml").write_text(text.replace("FIRST", "mixed"))
+    found = measure_modules(prepare(tmp_path / "chain.yaml"), repetitions=3, seconds=0.01)
+    assert [cost.module for cost in found] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("interface", ["mixed", "local", "delayed", "none"])

@@ -97,6 +97,13 @@ class Begin(nn.Module):
     def forward(self, ids, mask=None):
         return (self.embed(ids) * mask.unsqueeze(2)).sum(1)
 
+class Other(Begin):
+    def forward(self, tokens, weights=None):
+        return super().forward(tokens, weights)
+
+def pairs(**of):
+    return [(torch.ones(4), n % 2) for n in range(8)]
+
 class Whole(Begin):
     def __init__(self):
         super().__init__()
@@ -181,6 +188,32 @@ def test_a_network_is_split_by_the_names_of_its_arguments(rows: Path) -> None:
     assert "takes: [ids, mask]" in written or "takes:\n" in written
     assert "data_dir: words" in written  # as the user wrote it
     assert prepare(rows / "split.yaml").info.samples == (int64(3), int64(3))
+
+
+@pytest.mark.parametrize("layer", ["import: 'rows:Other'", "Unflatten: {dim: 1, size: [1, 3]}"])
+def test_keys_that_forward_does_not_know_are_not_guessed(rows: Path, layer: str) -> None:
+    path = rows / "chain.yaml"
+    layer = layer.replace("size", "unflattened_size")
+    path.write_text(BY_NAME.replace('import: "rows:Begin"', layer))
+    message = r"keys 'mask', 'idx', 'ids' is an argument of (Other|Unflatten)\.forward"
+    with pytest.raises(SpecError, match=message + r"(.|\n)*'data.inputs'"):
+        prepare(path)
+    if "Other" in layer:
+        with pytest.raises(SpecError, match=message):
+            split_chain("rows:Other", rows / "split.yaml", parse_yaml(DATA, "")[0])
+        path.write_text(path.read_text().replace("train:", "inputs: [ids, mask]\n  train:", 1))
+        assert prepare(path).info.names == ("ids", "mask")
+
+
+@pytest.mark.parametrize("key", ["inputs", "label"])
+def test_rows_that_are_no_dicts_have_no_keys(rows: Path, key: str) -> None:
+    data = DATA.replace("rows:rows", f"rows:pairs\n  {key}: [no]")
+    layers = "[{Linear: {in_features: 4, out_features: 2}}]"
+    path = rows / "chain.yaml"
+    path.write_text(f"name: pairs\n{data}modules:\n  - {{name: a, layers: {layers}}}\n")
+    with pytest.raises(SpecError, match="no dicts, and have no 'no'") as caught:
+        prepare(path)
+    assert caught.value.path == f"data.{key}"
 
 
 NETS = """\
