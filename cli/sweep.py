@@ -77,7 +77,7 @@ def sweep(
 
     of_jobs = ("wait_for_it", "qos", "partition", "account", "time")
     for flag in options.flags_given(*(("jobs", "hosts") if by_slurm else of_jobs)):
-        whose = "runs started from here" if by_slurm else "jobs, which --submit makes"
+        whose = "runs on this host, or by ssh" if by_slurm else "jobs, which --submit makes"
         raise UsageError(f"{flag} is for {whose}", hint=f"omit {flag}")
     chain, texts = Path("chain.yaml"), settings
     if "=" not in settings[0]:
