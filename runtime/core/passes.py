@@ -99,14 +99,14 @@ class ForwardPasses:
             yield
         buffers: set[int] = set()
         for saved in filter(None, [reference() for reference in self._saved]):
-            saved.changed = saved.value._version != saved.version
+            saved.changed = saved.watched._version != saved.version
             if saved.version and not saved.changed:
                 buffers = buffers or {_memory(buffer) for buffer in self._module.layers.buffers()}
                 if _memory(saved.value) in buffers:
                     saved.value = saved.value.clone()
 
     def _pack(self, tensor: Tensor) -> _SavedTensor:
-        saved = _SavedTensor(tensor)
+        saved = _SavedTensor(value := tensor.detach(), value)
         self._saved.append(ref(saved))
         return saved
 
@@ -129,7 +129,7 @@ class ForwardPasses:
             copy = self._stash[key] = whole.set_(tensor.detach().untyped_storage()).clone()
         if cast_from is not None:  # nobody changes what autocast has converted
             return _View(copy, tensor, copy)
-        saved = _View(copy, tensor, tensor)
+        saved = _View(copy, tensor, tensor.detach())
         self._saved.append(ref(saved))
         return saved
 
@@ -147,10 +147,11 @@ class ForwardPasses:
 class _SavedTensor:
     """A tensor that autograd saved, and whether the same pass has changed it in place since."""
 
-    __slots__ = ("__weakref__", "changed", "value", "version")
+    __slots__ = ("__weakref__", "changed", "value", "version", "watched")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.value, self.version, self.changed = tensor.detach(), tensor._version, False
+    def __init__(self, value: Tensor, watched: Tensor) -> None:
+        self.value, self.watched = value, watched
+        self.version, self.changed = watched._version, False
 
     def tensor(self) -> Tensor:
         if self.changed:
@@ -161,25 +162,23 @@ class _SavedTensor:
 class _View(_SavedTensor):
     """A tensor that autograd saved of a weight, as a view of that weight's copy."""
 
-    def __init__(self, memory: Tensor, saved: Tensor, watched: Tensor) -> None:
-        super().__init__(watched)
-        self._memory = memory
+    def __init__(self, copy: Tensor, saved: Tensor, watched: Tensor) -> None:
+        super().__init__(copy, watched)
         self._as = saved.size(), saved.stride(), saved.storage_offset()
 
     def tensor(self) -> Tensor:
-        super().tensor()
-        return self._memory.as_strided(*self._as)
+        return super().tensor().as_strided(*self._as)
 
 
 class _Cast(_View):
     """A tensor that autograd saved of a converted weight, which is converted again."""
 
     def __init__(self, weight: Tensor, saved: Tensor) -> None:
-        super().__init__(weight.detach(), saved, weight)
+        super().__init__(value := weight.detach(), saved, value)
         self._dtype = saved.dtype
 
     def tensor(self) -> Tensor:
-        return self._memory.to(self._dtype).as_strided(*self._as)
+        return self.value.to(self._dtype).as_strided(*self._as)
 
 
 def _memory(tensor: Tensor) -> int:
