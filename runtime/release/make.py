@@ -1,6 +1,7 @@
 """From a run to a release: a small run of its own, and for each module what its image consists of.
 
-The same run always makes the same release: no clock, host, path or user is in it.
+The same run always makes the same release: no host, path or user is in it, and no time but that at
+which the run was made.
 """
 
 from __future__ import annotations

@@ -75,11 +75,7 @@ def check_loss(
                 "the loss " + wrong.format(names[0].rpartition("function.")[2]),
                 location=at,
                 hint="move it into the last module, whose outputs may hold what the loss needs"
-                + (
-                    "; or set requires_grad_(False), if it is to stay"
-                    if names is not changed
-                    else ""
-                ),
+                + ("" if names is changed else "; or set requires_grad_(False), if it is to stay"),
             )
     if adds_up:
         raise SpecError(
