@@ -1,9 +1,10 @@
-"""``scripts/experiments/bench_peers.py`` in its smallest form."""
+"""``scripts/experiments/bench_peers.py`` and ``bench_trees.py`` in their smallest form."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 
 from tests.e2e.conftest import missing, run
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "experiments" / "bench_peers.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "experiments" / "bench_peers.py"
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
 """What is measured runs at its full speed."""
@@ -46,3 +48,11 @@ def test_a_chain_and_its_peers(tmp_path: Path) -> None:
         assert row["runs"][0]["details"]["link"]["bytes"][0] > 1e5, "it went through the slow line"
     assert len(rows[-1]["runs"][0]["details"]["modules"]) == 2
     assert (tmp_path / "found.png").stat().st_size > 1000
+
+
+def test_two_trees_in_turns() -> None:
+    script = SCRIPT.with_name("bench_trees.py")
+    how = ["--network=mlp-256", "--contenders=delayed", "--seconds=4", "--at-least=100"]
+    done = run([sys.executable, script, ROOT, ROOT, *how], environ=ENVIRONMENT)
+    assert done.returncode == 1, "a ratio below what is asked"
+    assert re.match(r"delayed +rate [0-9.]+ \(quartiles .* of 2 turns\)", done.stdout), done.stderr
