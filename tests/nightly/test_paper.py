@@ -54,21 +54,6 @@ def test_one_depth(mnist: Path, tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_unlocked(mnist: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable, EXPERIMENTS / "reproduce_unlocked.py", "--layers", "2", "--seeds", "2",
-        "--epochs", "1", "--probabilities", "0.3", "--mnist", mnist,
-        "--results", tmp_path / "unlocked.jsonl",
-    ]  # fmt: skip
-    done = run(command)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert [row[0].strip() for row in rows[1:]] == ["none", "asynchronous", "unlocked"]
-    cells = [row[1].split() for row in rows[1:]]
-    assert all(80 < float(mean) < 100 for mean, _ in cells)
-    assert all("-" in seeds for _, seeds in cells), "a range of two"
-
-
 def test_growth(tmp_path: Path) -> None:
     figures = tmp_path / "growth.json"
     command = [
