@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -290,12 +291,21 @@ def run(
     timeout_s: float = 300,
 ) -> subprocess.CompletedProcess[str]:
     """Run another program, in this process's environment or in the one given."""
-    return subprocess.run(
-        [str(word) for word in argv],
+    words = [str(word) for word in argv]
+    with subprocess.Popen(
+        words,
         env=environ,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.terminate()  # first: of who is killed, workers and containers stay
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=20)
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
