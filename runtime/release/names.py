@@ -16,6 +16,10 @@ _ADDRESS = re.compile(
     re.ASCII,
 )
 
+HUB = "registry-1.docker.io"
+HUB_NAMES = ("docker.io", "index.docker.io", HUB)
+"""What Docker Hub is called: by people, by itself, and where its registry is."""
+
 
 @dataclass(frozen=True)
 class Address:
