@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dni_runtime.errors import UsageError
 from dni_runtime.run.releases import parse_name
@@ -49,6 +49,11 @@ class Address:
     def reference(self) -> str | None:
         """What names the release in its repository."""
         return self.digest or self.tag
+
+    def beside(self, name: str) -> Address:
+        """Return a further repository: Docker Hub's have two levels (docker/hub-feedback#1404)."""
+        joint = "-" if self.host in HUB_NAMES else "/"
+        return replace(self, repository=f"{self.repository}{joint}{name}")
 
 
 def parse_local(text: str) -> tuple[str, str]:
