@@ -19,10 +19,11 @@ from dni_runtime.errors import ImageError, UnavailableError, UsageError
 from dni_runtime.image.oci import INDEX, MANIFEST, MOST_DOCUMENT_BYTES, Descriptor, Layout
 from dni_runtime.release.credentials import TOKEN, credentials
 from dni_runtime.release.names import HUB, HUB_NAMES, Address
+from dni_runtime.release.network import authorities, pip_settings
 
 try:
     import requests
-    from requests.utils import parse_dict_header
+    from requests.utils import parse_dict_header, select_proxy, should_bypass_proxies
 except ModuleNotFoundError:
     raise UnavailableError(
         "requests is not installed", hint="pip install 'dni-runtime[registry]'"
@@ -47,6 +48,12 @@ def _silent(blob: Descriptor, count: int) -> None:
 
 
 class _Session(requests.Session):
+    def __init__(self) -> None:
+        super().__init__()
+        pip = pip_settings()
+        self._proxy = os.environ.get("PIP_PROXY") or pip.get("proxy")
+        self._authorities = authorities(pip.get("cert"))
+
     def rebuild_auth(
         self, prepared_request: requests.PreparedRequest, response: requests.Response
     ) -> None:
@@ -56,8 +63,12 @@ class _Session(requests.Session):
 
     def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
         """Ask this host itself, as Docker and Apptainer do: a proxy's "localhost" is another."""
-        if _LOOPBACK.fullmatch(urlsplit(str(request.url)).netloc):
+        url = str(request.url)
+        if _LOOPBACK.fullmatch(urlsplit(url).netloc):
             how["proxies"] = {}
+        elif not (select_proxy(url, how.get("proxies")) or should_bypass_proxies(url, None)):
+            how["proxies"] = {} if self._proxy is None else {"all": self._proxy}
+        how["verify"] = self._authorities  # else variables of requests come before pip's
         return super().send(request, **how)
 
 
@@ -65,12 +76,6 @@ class Repository:
     def __init__(self, address: Address, *, plain_http: bool = False) -> None:
         self.address = address
         self._session = _Session()
-        # As pip and Apptainer find a private authority; else the usual ones.
-        names = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
-        for name in [name for name in names if os.environ.get(name)][:1]:
-            self._session.verify = os.environ[name]
-            if not Path(os.environ[name]).exists():
-                raise UsageError(f"{name}={os.environ[name]!r} is not there", hint=f"unset {name}")
         self._token: str | None = None
         local = _LOOPBACK.fullmatch(address.host) is not None
         self._schemes = ("http",) if plain_http else ("https", "http") if local else ("https",)

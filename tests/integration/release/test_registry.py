@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import json
+import ssl
+import subprocess
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -176,8 +178,14 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Address
 
 
 @contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+def serving(
+    handler: type[BaseHTTPRequestHandler], tls: tuple[Path, Path] | None = None
+) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    if tls is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*tls)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -326,6 +334,70 @@ def test_another_host_gets_no_password(
     repository._origin = "https://127.0.0.1/"
     with pytest.raises(ImageError, match="without TLS"):
         repository.fetch(layout, blob)
+
+
+VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
+
+
+@pytest.fixture
+def unset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing says which proxies and certificates to use."""
+    for name in (*VARIABLES, "PIP_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    (tmp_path / "pip.conf").write_text("[global]\ncert =\nproxy =\n")  # over those in /etc
+
+
+@pytest.mark.usefixtures("unset")
+def test_pips_proxy_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tags() -> list[str]:
+        return Repository(Address("registry.example", "digits"), plain_http=True).tags()
+
+    with serving(Proxy) as proxy, serving(Registry) as other:
+        (tmp_path / "pip.conf").write_text(f"[global]\nproxy = http://{proxy}\n")
+        assert tags() == ["proxied"]
+        monkeypatch.setenv("no_proxy", "registry.example")
+        with pytest.raises(UnavailableError, match="cannot be reached"):
+            tags()
+        monkeypatch.setenv("no_proxy", "elsewhere.example")
+        assert tags() == ["proxied"]
+        monkeypatch.setenv("PIP_PROXY", "http://127.0.0.1:1")
+        with pytest.raises(UnavailableError, match="cannot be reached"):
+            tags()
+        monkeypatch.setenv("http_proxy", f"http://{proxy}")
+        assert tags() == ["proxied"]
+        monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+        monkeypatch.setenv("http_proxy", f"http://{other}")
+        with pytest.raises(UsageError, match="does not let you read"):
+            tags()
+
+
+@pytest.mark.usefixtures("unset")
+@pytest.mark.parametrize("where", [*VARIABLES, "pip.conf"])
+def test_a_private_authority_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    folder = tmp_path / "certificates"
+    folder.mkdir()
+    certificate, key = folder / "cert.pem", tmp_path / "key.pem"
+    argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    argv += ["-nodes", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*argv, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    subprocess.run(["openssl", "rehash", folder], check=True)
+    with serving(Proxy, (certificate, key)) as host:
+        address = Address(host, "digits")
+        with pytest.raises(UnavailableError, match=r"certificate .* is not trusted"):
+            Repository(address).tags()
+        if where == "pip.conf":
+            (tmp_path / "pip.conf").write_text(f"[global]\ncert = {certificate}\n")
+        else:
+            monkeypatch.setenv(where, str(folder if where == "SSL_CERT_DIR" else certificate))
+        if where == "PIP_CERT":
+            monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(key))  # pip does not ask that one then
+        assert Repository(address).tags() == ["proxied"]
 
 
 def test_an_authority_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
