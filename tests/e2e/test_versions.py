@@ -6,6 +6,7 @@ used, which root may use, too.
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -20,11 +21,11 @@ from dni_runtime.image.oci import Descriptor
 from dni_runtime.image.wheels import sha256_file
 from dni_runtime.release import move
 from dni_runtime.release.make import release_run
-from dni_runtime.release.names import BASE, LAYER, WEIGHTS
+from dni_runtime.release.names import BASE, LAYER, MODEL, MODEL_CONFIG, WEIGHTS
 from dni_runtime.release.registry import Repository
 from dni_runtime.release.store import Store
 from dni_runtime.run.record import Record
-from tests.e2e.conftest import Site, missing
+from tests.e2e.conftest import Site, missing, need, run
 from tests.e2e.test_release import Registry
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -104,6 +105,13 @@ def test_a_registry_grows_by_the_base_once(site: Site) -> None:
             name, target = f"digits:1.{number}", hub.address(None)
             move.push_files(tool, store, name, target, True, silent)
             files.append(hub.bytes() - before)
+        # Whoever knows models, and not us, takes the weights alone.
+        (model,) = (
+            one for one in layout.manifests(index)[0].manifests if one.artifact_type == MODEL
+        )
+        argv = [need("skopeo"), "--insecure-policy", "copy", "--src-tls-verify=false"]
+        source = f"docker://{hub.host}/models/digits@{model.digest}"
+        assert run([*argv, source, f"dir:{site.folder / 'model'}"]).returncode == 0
     assert len(grown) == 10
     blobs = layout.blobs(index)
     (base,) = (blob.size for blob in blobs if blob.media_type == BASE)
@@ -119,3 +127,18 @@ def test_a_registry_grows_by_the_base_once(site: Site) -> None:
     assert all(weights < growth < weights + DOCUMENTS_BYTES for growth in grown[1:])
     assert sum(grown) < base + 10 * own < 2 * base
     assert all(4 * base < growth < 4 * base + own + DOCUMENTS_BYTES for growth in files)
+
+    fetched = json.loads((site.folder / "model" / "manifest.json").read_text())
+    assert fetched["artifactType"] == "application/vnd.cncf.model.manifest.v1+json"
+    assert fetched["config"]["mediaType"] == MODEL_CONFIG
+    paths = [layer["annotations"]["org.cncf.model.filepath"] for layer in fetched["layers"]]
+    assert paths == [f"{module}.safetensors" for module in MODULES]
+    digests = [layer["digest"] for layer in fetched["layers"]]
+    assert sorted(digests) == sorted(blob.digest for blob in blobs if blob.media_type == WEIGHTS)
+    config = site.folder / "model" / fetched["config"]["digest"].removeprefix("sha256:")
+    document = json.loads(config.read_text())
+    # Its schema takes no other keys (modelpack/model-spec, schema/config-schema.json).
+    assert document.keys() == {"descriptor", "config", "modelfs"}
+    assert document["descriptor"].keys() == {"name", "version", "createdAt"}
+    assert document["config"] == {"format": "safetensors"}
+    assert document["modelfs"] == {"type": "layers", "diffIds": digests}
