@@ -160,7 +160,7 @@ def _served(source: str, values: dict[str, Any]) -> tuple[CheckedChain, FrontSet
     prepared = for_pods(prepared)
     http = HttpSettings(
         name=prepared.chain.name,
-        host="0.0.0.0",
+        host="::",
         port=values["port"] or 8000,
         token_file=Path(TOKEN, "token"),
         token_kept=True,

@@ -42,8 +42,14 @@ _ENVIRONMENT = {
 """As the definition of the base sets it (``definitions/base.def.j2``)."""
 _UNSET = ("PYTHONHOME", "PYTHONSTARTUP")
 _BASE_ENVIRONMENT = ".singularity.d/env/10-docker2singularity.sh"
-_EXPORT = re.compile(r'^export (\w+)="(?:\$\{\1:-"(.*)"\}|((?!\$\{).*))"$', re.MULTILINE | re.ASCII)
+_QUOTED = r'(?:[^"\\]|\\.)*'
+_EXPORT = re.compile(
+    rf'^export (\w+)="(?:\$\{{\1:-"({_QUOTED})"\}}|((?!\$\{{){_QUOTED}))"$',
+    re.MULTILINE | re.DOTALL | re.ASCII,
+)
 """How Apptainer writes the variables of an OCI image that a base is made from, there."""
+_ESCAPES = {"n": "\n", "t": "\t"}
+"""Apptainer 1.4 writes line ends and tabs as Go does, which shells do not read (its issue 3328)."""
 
 
 def write_oci(
@@ -94,7 +100,7 @@ def write_oci(
 def _environment(script: bytes) -> dict[str, str]:
     """Return the variables of a base and our own; nothing of an image is run for this."""
     found = {
-        name: re.sub(r'\\([\\"`$])', r"\1", value or path)
+        name: re.sub(r'\\([\\"`$nt])', lambda at: _ESCAPES.get(at[1], at[1]), value or path)
         for name, value, path in _EXPORT.findall(script.decode(errors="replace"))
         if name not in _UNSET
     }

@@ -41,6 +41,8 @@ class LinkEnd:
             window=spec.links.window * (1 + ADJACENT_FAILURES),  # with retained messages
             frame_limit=self._contract.frame_limit(end),
         )
+        if ":" in (spec.links.interface or ""):  # as in a Kubernetes of IPv6 alone
+            sockets.allow_ipv6(self._socket)
 
     @property
     def socket(self) -> sockets.Socket:

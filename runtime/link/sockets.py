@@ -154,7 +154,8 @@ def bind(socket: Socket, address: str) -> str:
     """Listen; return the actual address, with the port that was chosen for ``:*``."""
     if address.startswith("ipc://"):
         check_path(Path(address.removeprefix("ipc://")))
-    _allow_ipv6(socket, address)
+    if "[" in address:
+        allow_ipv6(socket)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -216,7 +217,8 @@ class SocketFile:
 
 def connect(socket: Socket, address: str) -> None:
     """Start to connect; ZeroMQ goes on trying until it succeeds."""
-    _allow_ipv6(socket, address)
+    if "[" in address:
+        allow_ipv6(socket)
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
@@ -232,9 +234,9 @@ def disconnect(socket: Socket, address: str) -> None:
         socket.disconnect(address)
 
 
-def _allow_ipv6(socket: Socket, address: str) -> None:
-    if "[" in address:
-        socket.setsockopt(zmq.IPV6, 1)
+def allow_ipv6(socket: Socket) -> None:
+    """Let names lead to IPv6 addresses, if they have any; else they lead to IPv4 ones alone."""
+    socket.setsockopt(zmq.IPV6, 1)
 
 
 def cannot_listen(address: str, code: int | None) -> UnavailableError:

@@ -30,8 +30,11 @@ from dni_runtime.release.names import (
     BASE,
     CHAIN,
     CREATED,
+    FILE_PATH,
     LAYER,
     LICENSES,
+    MODEL,
+    MODEL_CONFIG,
     MODULE,
     RECORD,
     REPORT,
@@ -148,7 +151,7 @@ def _index(
     served = serving_chain(record, cut)
     front = served.front
     assert front is not None
-    manifests = []
+    manifests, files = [], []
     for worker in served.workers:
         module = worker.module
         image = images / lock.modules[module].image
@@ -163,18 +166,22 @@ def _index(
             "metadata": None if labels is None else json.loads(labels),
             "serving": json.loads(worker.to_json()),
         }
-        weights = tensors_file(record.run.checkpoint(cut, module))
+        tensors = tensors_file(record.run.checkpoint(cut, module)).read_bytes()
         manifest = Manifest(
             artifact_type=MODULE,
             config=layout.add(_json(config), MODULE),
             layers=(
                 layout.add_chunks(partial(sif.content, image, base), BASE),
                 layout.add_chunks(partial(sif.content, image, layer), LAYER),
-                layout.add(weights.read_bytes(), WEIGHTS, {TITLE: "weights.safetensors"}),
+                layout.add(tensors, WEIGHTS, {TITLE: "weights.safetensors"}),
             ),
             annotations={TITLE: module},
         )
         manifests.append(_listed(layout, manifest))
+        name = f"{module}.safetensors"
+        files.append(layout.add(tensors, WEIGHTS, {TITLE: name, FILE_PATH: name}))
+    created = datetime.fromtimestamp(int(record.created), UTC).isoformat()
+    model = _model(layout, report, created, tuple(files))
     documents = Manifest(
         artifact_type=RECORD,
         config=layout.add(_json({"front": json.loads(front.to_json())}), RECORD),
@@ -188,15 +195,31 @@ def _index(
     )  # fmt: skip
     index = Index(
         artifact_type=CHAIN,
-        manifests=(*manifests, _listed(layout, documents)),
+        manifests=(*manifests, _listed(layout, model), _listed(layout, documents)),
         annotations={
             TITLE: report.name,
             VERSION: report.version,
-            CREATED: datetime.fromtimestamp(int(record.created), UTC).isoformat(),
+            CREATED: created,
             **({LICENSES: report.licence} if report.licence else {}),
         },
     )
     return layout.add(index.encode(), INDEX)
+
+
+def _model(layout: Layout, report: Report, created: str, files: tuple[Descriptor, ...]) -> Manifest:
+    """Return the weights as tools know them that know models, and not us (ModelPack)."""
+    described = {"name": report.name, "version": report.version, "createdAt": created}
+    config = {
+        "descriptor": described | ({"licenses": [report.licence]} if report.licence else {}),
+        "config": {"format": "safetensors"},
+        "modelfs": {"type": "layers", "diffIds": [file.digest for file in files]},
+    }
+    return Manifest(
+        artifact_type=MODEL,
+        config=layout.add(_json(config), MODEL_CONFIG),
+        layers=files,
+        annotations={TITLE: "model"},
+    )
 
 
 def _checked(record: Record, images: Path) -> ImageLock:

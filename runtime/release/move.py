@@ -102,7 +102,7 @@ def push_files(
         )  # fmt: skip
         config = layout.add(b"{}", _SIF_CONFIG)
         manifest = layout.add(Manifest(config=config, layers=(blob,)).encode(), MANIFEST)
-        target = replace(address, repository=f"{address.repository}/{module}", tag=tag)
+        target = replace(address.beside(module), tag=tag)
         repository = Repository(target, plain_http=plain_http)
         _check_tag(layout, repository, tag, manifest)
         repository.send(layout, blob, progress, file=images / entry.image)
@@ -123,7 +123,7 @@ def push_oci(
     images, sent = assembled(tool, store, text), {}
     modules = {path.stem: path for path in sorted(images.glob("*.sif"))}
     chain, _ = Record.read(store.folder(text)).specs()
-    target = replace(address, repository=f"{address.repository}/images", tag=None)
+    target = replace(address.beside("images"), tag=None)
     repository = Repository(target, plain_http=plain_http)
     with store.scratch() as scratch:
         layout, environment = Layout(scratch), chain.image_to_build.environment

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dni_runtime.errors import UsageError
 from dni_runtime.run.releases import parse_name
@@ -15,6 +15,10 @@ _ADDRESS = re.compile(
     r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?",
     re.ASCII,
 )
+
+HUB = "registry-1.docker.io"
+HUB_NAMES = ("docker.io", "index.docker.io", HUB)
+"""What Docker Hub is called: by people, by itself, and where its registry is."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,11 @@ class Address:
         """What names the release in its repository."""
         return self.digest or self.tag
 
+    def beside(self, name: str) -> Address:
+        """Return a further repository: Docker Hub's have two levels (docker/hub-feedback#1404)."""
+        joint = "-" if self.host in HUB_NAMES else "/"
+        return replace(self, repository=f"{self.repository}{joint}{name}")
+
 
 def parse_local(text: str) -> tuple[str, str]:
     """Return name and version of a release; raises ``UsageError``."""
@@ -68,7 +77,11 @@ RECORD = "application/vnd.dni.record.v1+json"
 BASE = "application/vnd.dni.base.v1.squashfs"
 LAYER = "application/vnd.dni.layer.v1.squashfs"
 WEIGHTS = "application/vnd.cncf.model.weight.v1.raw"
-"""A safetensors file (github.com/modelpack/model-spec, ``docs/spec.md``)."""
+"""A safetensors file."""
+MODEL = "application/vnd.cncf.model.manifest.v1+json"
+MODEL_CONFIG = "application/vnd.cncf.model.config.v1+json"
+FILE_PATH = "org.cncf.model.filepath"
+"""All weights of a chain (github.com/modelpack/model-spec, ``docs/spec.md``, ``config.md``)."""
 RUN = "application/vnd.dni.run.v1.tar"
 REPORT = "application/vnd.dni.report.v1+json"
 

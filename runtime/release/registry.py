@@ -1,19 +1,15 @@
 """Releases in an OCI registry: what is missing is sent or fetched, and goes on after a failure.
 
-Source: github.com/opencontainers/distribution-spec 1.1; credentials as docker-login(1) and
-``apptainer registry login`` store them; distribution.github.io, "Token authentication".
+Source: github.com/opencontainers/distribution-spec 1.1; distribution.github.io, "Token
+authentication" and "OAuth2 token authentication".
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
-import json
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,11 +17,13 @@ from urllib.parse import urljoin, urlsplit
 
 from dni_runtime.errors import ImageError, UnavailableError, UsageError
 from dni_runtime.image.oci import INDEX, MANIFEST, MOST_DOCUMENT_BYTES, Descriptor, Layout
-from dni_runtime.release.names import Address
+from dni_runtime.release.credentials import TOKEN, credentials
+from dni_runtime.release.names import HUB, HUB_NAMES, Address
+from dni_runtime.release.network import authorities, pip_settings
 
 try:
     import requests
-    from requests.utils import parse_dict_header
+    from requests.utils import parse_dict_header, select_proxy, should_bypass_proxies
 except ModuleNotFoundError:
     raise UnavailableError(
         "requests is not installed", hint="pip install 'dni-runtime[registry]'"
@@ -38,10 +36,6 @@ piece of the next one may want that blob anew (docker-registry does)."""
 _NO_PARTS = (404, 405, 415)
 """Answers to the first part of an upload by a registry that takes blobs as a whole only."""
 
-_HUB = "registry-1.docker.io"
-_HUB_NAMES = ("docker.io", "index.docker.io", _HUB)
-_HUB_KEY = "https://index.docker.io/v1/"
-"""What Docker Hub is called: by people, by itself, in files of credentials (docker-login(1))."""
 _TIMEOUT_S = (20.0, 120.0)  # to connect; for each answer
 _LOOPBACK = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
 
@@ -54,6 +48,12 @@ def _silent(blob: Descriptor, count: int) -> None:
 
 
 class _Session(requests.Session):
+    def __init__(self) -> None:
+        super().__init__()
+        pip = pip_settings()
+        self._proxy = os.environ.get("PIP_PROXY") or pip.get("proxy")
+        self._authorities = authorities(pip.get("cert"))
+
     def rebuild_auth(
         self, prepared_request: requests.PreparedRequest, response: requests.Response
     ) -> None:
@@ -63,8 +63,12 @@ class _Session(requests.Session):
 
     def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
         """Ask this host itself, as Docker and Apptainer do: a proxy's "localhost" is another."""
-        if _LOOPBACK.fullmatch(urlsplit(str(request.url)).netloc):
+        url = str(request.url)
+        if _LOOPBACK.fullmatch(urlsplit(url).netloc):
             how["proxies"] = {}
+        elif not (select_proxy(url, how.get("proxies")) or should_bypass_proxies(url, None)):
+            how["proxies"] = {} if self._proxy is None else {"all": self._proxy}
+        how["verify"] = self._authorities  # else variables of requests come before pip's
         return super().send(request, **how)
 
 
@@ -72,16 +76,10 @@ class Repository:
     def __init__(self, address: Address, *, plain_http: bool = False) -> None:
         self.address = address
         self._session = _Session()
-        # As pip and Apptainer find a private authority; else the usual ones.
-        names = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
-        for name in [name for name in names if os.environ.get(name)][:1]:
-            self._session.verify = os.environ[name]
-            if not Path(os.environ[name]).exists():
-                raise UsageError(f"{name}={os.environ[name]!r} is not there", hint=f"unset {name}")
         self._token: str | None = None
         local = _LOOPBACK.fullmatch(address.host) is not None
         self._schemes = ("http",) if plain_http else ("https", "http") if local else ("https",)
-        self._host = _HUB if address.host in _HUB_NAMES else address.host.lower()
+        self._host = HUB if address.host in HUB_NAMES else address.host.lower()
         self._origin = self._base = ""
 
     def fetch_document(self, layout: Layout, reference: str) -> Descriptor | None:
@@ -306,55 +304,30 @@ class Repository:
         if not answer.url.startswith(self._origin):
             return False
         scheme, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
-        known, before = credentials(self.address.host), self._token
-        if scheme.lower() == "basic" and known is not None:
+        address, before = self.address, self._token
+        known = credentials(address.host, repository=address.repository) or ""
+        if scheme.lower() == "basic" and known and not known.startswith(TOKEN):
             self._token = f"Basic {known}"
         elif scheme.lower() == "bearer":
             asked = parse_dict_header(rest)
             realm = asked.get("realm") or ""
             query = {key: asked[key] for key in ("service", "scope") if key in asked}
-            secure = realm.startswith("https://") or self._origin.startswith("http://")
-            headers = {"Authorization": f"Basic {known}"} if known and secure else {}
-            given = self._session.get(
-                realm, params=query, headers=headers, auth=lambda same: same, timeout=_TIMEOUT_S
+            if not (realm.startswith("https://") or self._origin.startswith("http://")):
+                known = ""
+            if known.startswith(TOKEN):
+                form = query | {"grant_type": "refresh_token", "client_id": "dnictl"}
+                form["refresh_token"] = known.removeprefix(TOKEN)
+                how: dict[str, Any] = {"method": "POST", "data": form, "allow_redirects": False}
+            else:
+                headers = {"Authorization": f"Basic {known}"} if known else {}
+                how = {"method": "GET", "params": query, "headers": headers}
+            given = self._session.request(
+                url=realm, auth=lambda same: same, timeout=_TIMEOUT_S, **how
             )
             if given.ok:
                 document = _object(given)
                 self._token = f"Bearer {document.get('token') or document.get('access_token')}"
         return self._token not in (None, before)
-
-
-def credentials(host: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """Return ``user:password`` for a registry in base64, as Docker, Apptainer or Podman keep it."""
-    environ = os.environ if environ is None else environ
-    home = Path(environ.get("HOME", "/"))
-    apptainer = Path(environ.get("APPTAINER_CONFIGDIR") or home / ".apptainer")
-    files = [
-        Path(environ.get("DOCKER_CONFIG") or home / ".docker") / "config.json",
-        apptainer / "config.json",  # by Apptainer 1.4
-        apptainer / "docker-config.json",
-    ]
-    if runtime := environ.get("XDG_RUNTIME_DIR"):
-        files.append(Path(runtime, "containers/auth.json"))
-    for file in files:
-        try:
-            config: dict[str, Any] = json.loads(file.read_bytes())
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{file} cannot be read: {error}") from None
-        name = _HUB_KEY if host in _HUB_NAMES else host
-        helper = config.get("credHelpers", {}).get(name) or config.get("credsStore")
-        entry = config.get("auths", {}).get(name) or {}
-        if entry.get("auth"):
-            return str(entry["auth"])
-        program = helper and shutil.which(f"docker-credential-{helper}", path=environ.get("PATH"))
-        if program:
-            done = subprocess.run([program, "get"], input=name.encode(), capture_output=True)
-            if done.returncode == 0:
-                said = json.loads(done.stdout)
-                return base64.b64encode(f"{said['Username']}:{said['Secret']}".encode()).decode()
-    return None
 
 
 def _location(answer: requests.Response) -> str:

@@ -57,15 +57,19 @@ def check_server(settings: Settings) -> None:
 
 
 def _made(settings: Settings, modules: Callable[[], list[list[str]]]) -> Server:
-    token = settings.token()
+    token, host = settings.token(), settings.host
+    both = host == "::" and socket.has_dualstack_ipv6()
+    if host == "::" and not both:  # a host without IPv6
+        host = "0.0.0.0"
     try:
         listener = socket.create_server(
-            (settings.host, settings.port),
-            family=socket.AF_INET6 if ":" in settings.host else socket.AF_INET,
+            (host, settings.port),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
             backlog=2048,
+            dualstack_ipv6=both,
         )
     except OSError as error:
-        where = f"{settings.host}:{settings.port}"
+        where = f"{host}:{settings.port}"
         text = f"cannot listen at {where}: {error.strerror or error}"
         raise UnavailableError(text, hint="choose another port, or 0 for any") from None
     try:

@@ -98,7 +98,7 @@ class WorkerLinks:
     def _to(self, spec: WorkerSpec, edge: EdgeSpec, *, next_id: int) -> OutputLink:
         """Return the end of a link that this worker opens."""
         return OutputLink(
-            spec,
+            spec.model_copy(update={"links": link_settings(self._options, spec)}),
             edge,
             run=self._name,
             next_id=next_id,
@@ -182,6 +182,6 @@ class WorkerLinks:
 
 
 def link_settings(options: WorkerStart, spec: WorkerSpec) -> LinksSpec:
-    """The chain's links, with the command line's settings for the one from upstream."""
+    """The chain's links, with the command line's settings."""
     settings = {"transport": options.transport, "interface": options.interface}
     return spec.links.model_copy(update={k: v for k, v in settings.items() if v is not None})

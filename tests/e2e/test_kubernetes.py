@@ -135,18 +135,20 @@ def test_a_volume_with_another_run_is_refused(
 class Service:
     """The rendered pods of a trained chain, which answer."""
 
-    def __init__(self, site: Site, host: Path, *options: str) -> None:
+    def __init__(self, site: Site, host: Path, *options: str, ip: str | None = None) -> None:
         site.write(2, "links: {security: curve}", chain=PAIR)
         site.run("up", "--backend", "process", "--name", "first")
         site.run("exits", "first")
         site.run("export", "first", "-o", "model.safetensors")
+        self.host = "127.0.0.1" if ip is None else f"[{ip}]"
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         render = ["render", "kubernetes", "--serve", "first", "-o", "k8s", "--name", "answers"]
         render += ["--image", "localhost/dni:1", "--port", str(self.port)]
         site.run(*render, *options)
         host.mkdir()
-        self.pods = Pods(pods_of(site.folder / "k8s", host))
+        environ = None if ip is None else {"POD_IP": ip}  # of all; by default each has its own
+        self.pods = Pods(pods_of(site.folder / "k8s", host, environ))
         self.model = site.folder / "model.safetensors"
         token = self.pods.folders("front")["/dni/token"] / "token"
         self.headers = {"Authorization": f"Bearer {token.read_text()}"}
@@ -154,7 +156,7 @@ class Service:
     def health(self, which: str) -> int:
         """The status that the kubelet gets; 0: none."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v2/health/{which}") as got:
+            with urllib.request.urlopen(f"http://{self.host}:{self.port}/v2/health/{which}") as got:
                 return int(got.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -215,3 +217,17 @@ def test_pods_of_a_service_answer_and_come_back(service: Service) -> None:
         pods.processes[name].terminate()
     assert pods.processes["front"].wait(60) == 0
     assert pods.processes["top"].wait(20) == 75
+
+
+def test_pods_with_ipv6_alone_answer(site: Site, tmp_path: Path) -> None:
+    """Without brackets an address is to libzmq what pods' names are there: one to look up."""
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this host has no IPv6")
+    service = Service(site, tmp_path / "host", ip="::1")
+    try:
+        for name in ("front", *ENDS):
+            service.pods.start(name)
+        eventually("a batch has gone through all", lambda: service.health("ready") == 200, 60)
+        service.ask()  # by IPv4: kubectl port-forward takes either one
+    finally:
+        service.pods.end()

@@ -61,6 +61,26 @@ def test_ipv6_addresses(tmp_path: Path, links: Any) -> None:
     assert input.connected
 
 
+@pytest.mark.parametrize("interface", ["::1", None])
+def test_names_of_ipv6_addresses(links: Any, interface: str | None) -> None:
+    """Of names they are used by who listens at such an address, as in a Kubernetes of IPv6 alone.
+
+    Without brackets an address is to libzmq what a name is: one to look up.
+    """
+    input = links.input()
+    try:
+        address = input.bind("tcp://[::1]:*").replace("[", "").replace("]", "")
+    except UnavailableError as error:
+        pytest.skip(f"no IPv6 loopback: {error}")
+    output = links.output(links=tcp(interface=interface))
+    if interface is not None:
+        links.shake(output, input, address)
+        assert output.connected
+        return
+    with pytest.raises((DataError, UnavailableError)):
+        output.connect(address, deadline_s=0.3)
+
+
 def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="no network interface 'ib7'") as caught:
         listen_address(tcp(interface="ib7"), 0, tmp_path, "tail")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import json
+import ssl
+import subprocess
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -21,8 +23,9 @@ import pytest
 
 from dni_runtime.errors import ImageError, UnavailableError, UsageError
 from dni_runtime.image.oci import MANIFEST, Descriptor, Layout
+from dni_runtime.release.credentials import credentials
 from dni_runtime.release.names import Address
-from dni_runtime.release.registry import Repository, credentials
+from dni_runtime.release.registry import Repository
 from dni_runtime.release.store import Store, _extract
 from dnictl.main import main
 from tests.conftest import eventually
@@ -48,6 +51,27 @@ def test_docker_apptainer_and_podman_keep_them(tmp_path: Path) -> None:
     hub = {"auths": {"https://index.docker.io/v1/": {"auth": "hub"}}}
     write(home / ".docker/config.json", hub)
     assert credentials("docker.io", environ) == "hub"
+
+
+def test_the_nearest_one_of_a_repository_counts(tmp_path: Path) -> None:
+    """As ``podman login HOST/NAME`` keeps them; REGISTRY_AUTH_FILE comes before all."""
+    auths = {"quay.io/team": "team", "quay.io/team/a": "nearest", "docker.io/me": "hub"}
+    document = {"auths": {name: {"auth": auth} for name, auth in auths.items()}}
+    write(tmp_path / "containers/auth.json", document)
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": "/nowhere"}
+    assert credentials("quay.io", environ, repository="team/a/b") == "nearest"
+    assert credentials("quay.io", environ, repository="team/other") == "team"
+    assert credentials("quay.io", environ, repository="teammate") is None
+    assert credentials("index.docker.io", environ, repository="me/a") == "hub"
+    write(tmp_path / "chosen.json", {"auths": {"quay.io": {"auth": "chosen"}}})
+    environ["REGISTRY_AUTH_FILE"] = str(tmp_path / "chosen.json")
+    assert credentials("quay.io", environ, repository="team/a") == "chosen"
+
+
+def test_podman_names_docker_hub_otherwise(tmp_path: Path) -> None:
+    write(tmp_path / "containers/auth.json", {"auths": {"docker.io": {"auth": "podman"}}})
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": "/nowhere"}
+    assert credentials("docker.io", environ, repository="me/a") == "podman"
 
 
 def test_a_helper_is_asked(tmp_path: Path) -> None:
@@ -117,6 +141,18 @@ class Registry(BaseHTTPRequestHandler):
         pass
 
 
+class Refreshing(Registry):
+    """Gives tokens to those who know the one of ``az acr login``, by OAuth2."""
+
+    def do_POST(self) -> None:
+        form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        known = {"grant_type": ["refresh_token"], "refresh_token": ["secret"], "service": ["s"]}
+        asked = {"scope": ["repository:digits:pull"], "client_id": ["dnictl"]}
+        right = self.path == "/token" and form == known | asked
+        given = self.headers.get("Authorization")
+        self.answer(200 if right and given is None else 401, {"access_token": "t"})
+
+
 class Elsewhere(Registry):
     """Where a registry has its blobs; it would like to know the registry's password."""
 
@@ -132,6 +168,7 @@ class Elsewhere(Registry):
 def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
     for name in ("DOCKER_CONFIG", "APPTAINER_CONFIGDIR", "XDG_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
     # A registry's passwords are its own: nobody else's are sent there.
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login other password other")
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
@@ -141,8 +178,14 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Address
 
 
 @contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+def serving(
+    handler: type[BaseHTTPRequestHandler], tls: tuple[Path, Path] | None = None
+) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    if tls is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*tls)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -160,6 +203,23 @@ def test_a_token_is_got_with_the_password_and_used_again(address: Address, tmp_p
     used = [given for path, given in Registry.asked if path.startswith("/v2/digits")]
     assert used == [None, "Bearer t", "Bearer t"]
     assert [given for path, given in Registry.asked if path == "/token"] == ["Basic bWU6c2VjcmV0"]
+
+
+@pytest.mark.parametrize("helper", [False, True])
+def test_a_token_is_got_with_another_one(
+    address: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: bool
+) -> None:
+    with serving(Refreshing) as host:
+        entry = {"auth": "MDAwMDo=", "identitytoken": "secret"}
+        write(tmp_path / "config.json", {"auths": {host: entry}})
+        if helper:
+            program = tmp_path / "docker-credential-vault"
+            said = '{"Username": "<token>", "Secret": "secret"}'
+            program.write_text(f"#!/bin/sh\necho '{said}'\n")
+            program.chmod(0o755)
+            monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+            write(tmp_path / "config.json", {"credsStore": "vault"})
+        assert Repository(Address(host, "digits")).tags() == ["1", "2"]
 
 
 class Proxy(Registry):
@@ -274,6 +334,70 @@ def test_another_host_gets_no_password(
     repository._origin = "https://127.0.0.1/"
     with pytest.raises(ImageError, match="without TLS"):
         repository.fetch(layout, blob)
+
+
+VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
+
+
+@pytest.fixture
+def unset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing says which proxies and certificates to use."""
+    for name in (*VARIABLES, "PIP_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    (tmp_path / "pip.conf").write_text("[global]\ncert =\nproxy =\n")  # over those in /etc
+
+
+@pytest.mark.usefixtures("unset")
+def test_pips_proxy_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tags() -> list[str]:
+        return Repository(Address("registry.example", "digits"), plain_http=True).tags()
+
+    with serving(Proxy) as proxy, serving(Registry) as other:
+        (tmp_path / "pip.conf").write_text(f"[global]\nproxy = http://{proxy}\n")
+        assert tags() == ["proxied"]
+        monkeypatch.setenv("no_proxy", "registry.example")
+        with pytest.raises(UnavailableError, match="cannot be reached"):
+            tags()
+        monkeypatch.setenv("no_proxy", "elsewhere.example")
+        assert tags() == ["proxied"]
+        monkeypatch.setenv("PIP_PROXY", "http://127.0.0.1:1")
+        with pytest.raises(UnavailableError, match="cannot be reached"):
+            tags()
+        monkeypatch.setenv("http_proxy", f"http://{proxy}")
+        assert tags() == ["proxied"]
+        monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+        monkeypatch.setenv("http_proxy", f"http://{other}")
+        with pytest.raises(UsageError, match="does not let you read"):
+            tags()
+
+
+@pytest.mark.usefixtures("unset")
+@pytest.mark.parametrize("where", [*VARIABLES, "pip.conf"])
+def test_a_private_authority_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    folder = tmp_path / "certificates"
+    folder.mkdir()
+    certificate, key = folder / "cert.pem", tmp_path / "key.pem"
+    argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    argv += ["-nodes", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*argv, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    subprocess.run(["openssl", "rehash", folder], check=True)
+    with serving(Proxy, (certificate, key)) as host:
+        address = Address(host, "digits")
+        with pytest.raises(UnavailableError, match=r"certificate .* is not trusted"):
+            Repository(address).tags()
+        if where == "pip.conf":
+            (tmp_path / "pip.conf").write_text(f"[global]\ncert = {certificate}\n")
+        else:
+            monkeypatch.setenv(where, str(folder if where == "SSL_CERT_DIR" else certificate))
+        if where == "PIP_CERT":
+            monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(key))  # pip does not ask that one then
+        assert Repository(address).tags() == ["proxied"]
 
 
 def test_an_authority_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -417,6 +417,23 @@ def test_a_token(network: Network, start: Start, tmp_path: Path) -> None:
     assert httpx.get(url + "/v2/health/live").status_code == 200
 
 
+@pytest.mark.parametrize("ipv6", [True, False])
+def test_all_addresses(
+    ipv6: bool, network: Network, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of IPv4, and those of IPv6 if the host has them."""
+    if not ipv6:
+        monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    elif not socket.has_dualstack_ipv6():
+        pytest.skip("this host has no IPv6")
+    file = tmp_path / "token"
+    file.write_text("secret\n")
+    file.chmod(0o600)
+    port = start(network, token_file=file, host="::").port
+    for host in ("127.0.0.1", "[::1]") if ipv6 else ("127.0.0.1",):
+        assert httpx.get(f"http://{host}:{port}/v2/health/live").status_code == 200
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org"])
 def test_no_token_no_other_hosts(host: str, network: Network, start: Start) -> None:
     with pytest.raises(UsageError, match="without a token"):

@@ -28,6 +28,15 @@ def test_an_address_is_read_and_written(text: str, address: Address) -> None:
 
 
 @pytest.mark.parametrize(
+    ("host", "images"),
+    [("host:5000", "me/digits/images"), ("docker.io", "me/digits-images")],
+)
+def test_docker_hub_takes_the_repository_of_images(host: str, images: str) -> None:
+    """Its names have two levels; elsewhere, as in GitLab, a project's begin with its own."""
+    assert Address(host, "me/digits", "1").beside("images") == Address(host, images, "1")
+
+
+@pytest.mark.parametrize(
     "text",
     ["host/a", "oci://host", "oci://host/A", "oci://host/a:", "oci://host/../a", "oci://host/a@sha256:1",
      "oci://user@host/a", "oci://host/a:1/b", "oci://host/a:1\n", "docker://host/a"],
