@@ -111,3 +111,12 @@ def test_root_cannot_use_containers(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         monkeypatch.setattr("os.geteuid", lambda user=user: user)
         (check,) = [check for check in examine() if check.name == "apptainer"]
         assert (check.status, check.need) == (status, "containers")
+
+
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that is started with a number of a user alone."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 54321)
+    (check,) = [check for check in examine() if check.name == "subordinate ids"]
+    assert check.detail == "/etc/subuid does not have user 54321"
