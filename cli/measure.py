@@ -138,6 +138,7 @@ def compare(
     from dni_runtime.measure.curves import draw_curves
     from dni_runtime.measure.reference import REFERENCE, default_threads
     from dni_runtime.plan.prepare import prepare
+    from dni_runtime.plan.splitting import names_of
 
     if strategies is not None or labelled_strategies:
         if interfaces is not None or labelled:
@@ -145,10 +146,10 @@ def compare(
                 "interfaces and strategies are not compared at once",
                 hint="the chain file says which interface the modules have beside replicas",
             )
-        methods = ways.read_strategies(options.names_of(strategies), labelled_strategies, replicas)
+        methods = ways.read_strategies(names_of(strategies), labelled_strategies, replicas)
     else:
         every = "exact,synthetic,local,mixed,delayed" if interfaces is None else interfaces
-        methods = ways.read_interfaces(options.names_of(every), labelled)
+        methods = ways.read_interfaces(names_of(every), labelled)
     prepared = prepare(chain, data=data)
     if prepared.chain.data.per_replica:
         tell("warning: what trains without replicas, as backpropagation, has the first one's data")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dni_runtime.api.run import Run
     from dni_runtime.measure.compare import ComparedMetric
     from dni_runtime.measure.sweep import Outcome, Variant
+    from dni_runtime.plan.settings import BackendChoice
 
 _POLL_S, _JOB_POLL_S = 1.0, 10.0
 
@@ -49,7 +50,7 @@ def sweep(
     by_slurm: bool,
     wait_for_it: bool,
     profile: str | None,
-    backend: options.BackendChoice,
+    backend: BackendChoice,
     name: str | None,
     runs: Path,
     images: Path,
