@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from dataclasses import asdict
@@ -220,13 +219,13 @@ def _train(
     threads: int, *, quiet: bool,
 ) -> Trial:  # fmt: skip
     from dni_runtime.api.run import Run
-    from dni_runtime.measure.compare import read_trial
+    from dni_runtime.measure.compare import folder_of, read_trial
     from dni_runtime.measure.reference import REFERENCE, run_reference
     from dni_runtime.plan.create import create_run
     from dni_runtime.plan.settings import StartSettings
     from dnictl.progress import progress
 
-    root = (folder / f"{re.sub('[^A-Za-z0-9.-]', '_', method)}-{seed}").absolute()
+    root = (folder / f"{folder_of(method)}-{seed}").absolute()
     if method == REFERENCE:
         create_run(root, prepared, backend=REFERENCE)
         run = Run.open(root)
@@ -246,7 +245,7 @@ def _train(
 
 def _print(rows: list[Row], metric: str, target: float | None) -> None:
     exact = partial(decimals, 4)
-    aim = "time to target" if target is None else f"time to {metric} {target:.4f}"
+    aim = "" if target is None else f"time to {metric} {target:.4f}"
     tested = any(row.test is not None for row in rows)
     shares = any(row.shared_bytes is not None for row in rows)
     columns: list[Column[Row]] = [
@@ -311,7 +310,7 @@ def _learn(cost: ModuleCost) -> str:
 def _size(nbytes: float) -> str:
     if not nbytes:
         return "-"
-    for unit, size in (("MB", 1 << 20), ("KB", 1 << 10)):
+    for unit, size in (("MB", 1e6), ("KB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"
     return f"{nbytes:.0f} B"
