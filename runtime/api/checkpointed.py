@@ -101,8 +101,7 @@ class Checkpointed:
         Args:
             output: ``.safetensors``, ``.pt2`` or ``.onnx``; ``.safetensors`` or ``.pt`` of a state
                 dict.
-            cut: Of the checkpoint: its stream position, ``newest`` or ``best``; by default the
-                best if the chain selects one, else the newest.
+            cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
             force: Write weights that are not finite, too.
             state_dict: Write :meth:`state_dict` instead, which needs nothing of this package.
 
@@ -139,8 +138,7 @@ class Checkpointed:
 
         Args:
             folder: It must not exist yet, or be empty.
-            cut: Of the checkpoint: its stream position, ``newest`` or ``best``; by default the
-                best if the chain selects one, else the newest.
+            cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
 
         Raises:
             DniError: As :meth:`export`.
@@ -164,8 +162,7 @@ class Checkpointed:
         ``load_state_dict(strict=True)``. Else it is :meth:`model`: ``bottom.0.weight``.
 
         Args:
-            cut: Of the checkpoint: its stream position, ``newest`` or ``best``; by default the
-                best if the chain selects one, else the newest.
+            cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
             force: Return weights that are not finite, too.
 
         Raises:
@@ -209,8 +206,7 @@ class Checkpointed:
         """The trained network, as one plain torch module in eval mode.
 
         Args:
-            cut: Of the checkpoint: its stream position, ``newest`` or ``best``; by default the
-                best if the chain selects one, else the newest.
+            cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
 
         Raises:
             DniError: As :meth:`choose_cut`.
@@ -236,8 +232,7 @@ class Checkpointed:
         ``precision``, and recurrent layers carry their state from batch to batch.
 
         Args:
-            cut: Of the checkpoint: its stream position, ``newest`` or ``best``; by default the
-                best if the chain selects one, else the newest.
+            cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
             data: As in :meth:`predict`.
             metrics: Instead of the chain's, as in ``chain.yaml``.
 
@@ -271,8 +266,7 @@ class Checkpointed:
             data: Other data: a data set by name or import path, a path, or keys of the chain's
                 ``data`` (``labels: none``: it has none), such as ``evaluation: {root: …}``; its
                 evaluation samples are taken.
-            cut: Of the checkpoint: its stream position, ``newest`` or ``best``; by default the
-                best if the chain selects one, else the newest.
+            cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
 
         Raises:
             DniError: As :meth:`choose_cut`; or the data cannot be read here.
@@ -297,8 +291,7 @@ class Checkpointed:
         """Measure the early exits, choose who leaves where, and write that into the run.
 
         Args:
-            cut: Of the checkpoint: its stream position, ``newest`` or ``best``; by default the
-                best if the chain selects one, else the newest.
+            cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
             points: Points of accuracy that early answers may lose.
             confidence: The top probability at which samples leave, instead of ``points``.
             retrain: Whether to fit new early heads to the finished modules.
