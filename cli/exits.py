@@ -62,16 +62,16 @@ def exits(
     if len(given := options.flags_given("points", "confidence")) > 1:
         raise UsageError(f"{' and '.join(given)} exclude each other")
     document = run.exits(run.choose_cut(cut), points=points, confidence=confidence, retrain=retrain)
-    if figure is not None:
-        from dni_runtime.measure.curves import save_figure
-        from dni_runtime.measure.exits import draw_exits
-
-        save_figure(draw_exits(run.name, document), figure)
     for problem in _warnings(document):
         click.secho(f"warning: {problem}", err=True, fg="yellow")
     if not answered({"run": run.name, **document.model_dump(mode="json")}):
         _print(document)
         click.echo(f"wrote {run.directory.exits}")
+    if figure is not None:  # last: what has been computed is not lost for want of a picture
+        from dni_runtime.measure.curves import save_figure
+        from dni_runtime.measure.exits import draw_exits
+
+        save_figure(draw_exits(run.name, document), figure)
 
 
 def _warnings(document: Exits) -> Iterator[str]:

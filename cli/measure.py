@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from dataclasses import asdict
@@ -138,6 +137,7 @@ def compare(
     from dni_runtime.measure.curves import draw_curves
     from dni_runtime.measure.reference import REFERENCE, default_threads
     from dni_runtime.plan.prepare import prepare
+    from dni_runtime.plan.splitting import names_of
 
     if strategies is not None or labelled_strategies:
         if interfaces is not None or labelled:
@@ -145,10 +145,10 @@ def compare(
                 "interfaces and strategies are not compared at once",
                 hint="the chain file says which interface the modules have beside replicas",
             )
-        methods = ways.read_strategies(options.names_of(strategies), labelled_strategies, replicas)
+        methods = ways.read_strategies(names_of(strategies), labelled_strategies, replicas)
     else:
         every = "exact,synthetic,local,mixed,delayed" if interfaces is None else interfaces
-        methods = ways.read_interfaces(options.names_of(every), labelled)
+        methods = ways.read_interfaces(names_of(every), labelled)
     prepared = prepare(chain, data=data)
     if prepared.chain.data.per_replica:
         tell("warning: what trains without replicas, as backpropagation, has the first one's data")
@@ -219,13 +219,13 @@ def _train(
     threads: int, *, quiet: bool,
 ) -> Trial:  # fmt: skip
     from dni_runtime.api.run import Run
-    from dni_runtime.measure.compare import read_trial
+    from dni_runtime.measure.compare import folder_of, read_trial
     from dni_runtime.measure.reference import REFERENCE, run_reference
     from dni_runtime.plan.create import create_run
     from dni_runtime.plan.settings import StartSettings
     from dnictl.progress import progress
 
-    root = (folder / f"{re.sub('[^A-Za-z0-9.-]', '_', method)}-{seed}").absolute()
+    root = (folder / f"{folder_of(method)}-{seed}").absolute()
     if method == REFERENCE:
         create_run(root, prepared, backend=REFERENCE)
         run = Run.open(root)
@@ -245,7 +245,7 @@ def _train(
 
 def _print(rows: list[Row], metric: str, target: float | None) -> None:
     exact = partial(decimals, 4)
-    aim = "time to target" if target is None else f"time to {metric} {target:.4f}"
+    aim = "" if target is None else f"time to {metric} {target:.4f}"
     tested = any(row.test is not None for row in rows)
     shares = any(row.shared_bytes is not None for row in rows)
     columns: list[Column[Row]] = [
@@ -310,7 +310,7 @@ def _learn(cost: ModuleCost) -> str:
 def _size(nbytes: float) -> str:
     if not nbytes:
         return "-"
-    for unit, size in (("MB", 1 << 20), ("KB", 1 << 10)):
+    for unit, size in (("MB", 1e6), ("KB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"
     return f"{nbytes:.0f} B"

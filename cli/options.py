@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dni_runtime.api.planning import PlannedRun
     from dni_runtime.api.run import Run
     from dni_runtime.plan.prepare import CheckedChain
-    from dni_runtime.plan.settings import Site, StartSettings
+    from dni_runtime.plan.settings import BackendChoice, Site, StartSettings
     from dni_runtime.spec.profile import ProfileSpec
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -56,9 +56,6 @@ PATH, FILE = click.Path(path_type=Path), click.Path(path_type=Path, dir_okay=Fal
 THERE = click.Path(path_type=Path, dir_okay=False, exists=True)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 """Types of arguments: paths, files, files that exist, folders."""
-
-BackendChoice = Literal["auto", "process", "apptainer"]
-"""Backends that a user can name."""
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -218,11 +215,6 @@ def flags_given(*names: str) -> list[str]:
         and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
     ]
     return [max(parameter.opts, key=len) for parameter in given]
-
-
-def names_of(text: str | None) -> tuple[str, ...]:
-    """Return names that are listed with commas."""
-    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
 def counts_of(changes: Sequence[str]) -> dict[str, int]:

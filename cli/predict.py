@@ -10,7 +10,7 @@ import click
 from dni_runtime.errors import UsageError
 from dnictl import options
 from dnictl.show import number
-from dnictl.terminal import answered, noted
+from dnictl.terminal import answered, noted, tell
 
 if TYPE_CHECKING:
     from dni_runtime.measure.predictions import Predictions
@@ -80,17 +80,15 @@ def predict(
     known = found.labels is not None and found.loss is not None
     result = found.evaluate(_names(metrics)) if known else None
     document |= {"file": str(output) if output else None, "evaluation": result}
-    if confusion is not None:
+    if not answered(document | {"confusion": _confusion(found)}):
+        click.echo(f"{len(found.outputs)} samples" + (f", wrote {output}" if output else ""))
+        if result is not None:
+            click.echo(", ".join(f"{name} {number(value)}" for name, value in result.items()))
+    if confusion is not None:  # last: what has been computed is not lost for want of a picture
         from dni_runtime.measure.curves import save_figure
 
         save_figure(found.plot(), confusion)
-    if answered(document | {"confusion": _confusion(found)}):
-        return
-    click.echo(f"{len(found.outputs)} samples" + (f", wrote {output}" if output else ""))
-    if result is not None:
-        click.echo(", ".join(f"{name} {number(value)}" for name, value in result.items()))
-    if confusion is not None:
-        click.echo(f"wrote {confusion}")
+        tell(f"wrote {confusion}")
 
 
 def _names(text: str | None) -> list[Any] | None:

@@ -78,21 +78,22 @@ def _remove(records: Sequence[Record], *, yes: bool, dry_run: bool = False) -> N
 
     for record in records:  # before the first one is removed
         check_removable(record, read_state(record.run))
-    sizes = {record.name: bytes_in([record.run.root]) for record in records}
-    names, total = ", ".join(sizes), megabytes(sum(sizes.values()), 1)
+    names = [record.run.root.name for record in records]  # a copy's record has another name
+    nbytes = bytes_in([record.run.root for record in records])
+    listed, total = ", ".join(names), megabytes(nbytes, 1)
     wanted = not dry_run
     if records and not (yes or dry_run):
         if not sys.stdin.isatty():
-            raise UsageError(f"{names}: {total} would be removed", hint="--yes removes them")
-        wanted = click.confirm(f"remove {names} ({total})?", err=True)
+            raise UsageError(f"{listed}: {total} would be removed", hint="--yes removes them")
+        wanted = click.confirm(f"remove {listed} ({total})?", err=True)
     if wanted:
         for record in records:
             remove_run(record)
-    if answered({"runs": list(sizes), "bytes": sum(sizes.values()), "removed": wanted}):
+    if answered({"runs": names, "bytes": nbytes, "removed": wanted}):
         return
     if not (wanted or dry_run):
         tell("nothing was removed")
         return
-    for name in sizes:
+    for name in names:
         click.echo(name)
     tell(f"{'would remove' if dry_run else 'removed'} {total}" if records else "no such runs")

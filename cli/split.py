@@ -92,9 +92,6 @@ def split(target: str, output: Path, **values: Any) -> None:
         output,
         settings,
         args=mapping(args, "--args") if args else {},
-        at=options.names_of(values.pop("at")),
-        takes=options.names_of(values.pop("takes")),
-        freeze=options.names_of(values.pop("freeze")),
         **values,
     )
     parts, warning = taken.parts, doubt(taken.parts)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dni_runtime.api.run import Run
     from dni_runtime.plan.plan import LaunchPlan
     from dni_runtime.plan.prepare import CheckedChain
+    from dni_runtime.plan.settings import BackendChoice
 
 
 @click.command()
@@ -131,7 +132,7 @@ def run(
     module: str,
     chain: Path,
     run_dir: Path,
-    backend: options.BackendChoice,
+    backend: BackendChoice,
     images: Path,
     data: Path | None,
     cut: str,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dni_runtime.api.run import Run
     from dni_runtime.measure.compare import ComparedMetric
     from dni_runtime.measure.sweep import Outcome, Variant
+    from dni_runtime.plan.settings import BackendChoice
 
 _POLL_S, _JOB_POLL_S = 1.0, 10.0
 
@@ -49,7 +50,7 @@ def sweep(
     by_slurm: bool,
     wait_for_it: bool,
     profile: str | None,
-    backend: options.BackendChoice,
+    backend: BackendChoice,
     name: str | None,
     runs: Path,
     images: Path,
@@ -162,15 +163,20 @@ def _go_on(runs: Path, start: Callable[[Variant], Run], variant: Variant) -> Run
     if not (root / "run.json").exists():
         return start(variant)
     run = Run.open(root)
-    if read_json(run.directory.chain) != variant.prepared.chain.model_dump(mode="json"):
+    same = _texts(variant.prepared.sources) == _texts(run.directory.source_files)
+    if not same or read_json(run.directory.chain) != variant.prepared.chain.model_dump(mode="json"):
         raise UsageError(
-            f"run {run.name!r} was started from another version of the chain",
+            f"run {run.name!r} was started from another version of the chain, or of its files",
             hint="give the sweep another --name",
         )
     state = run.state()
     if not state.active and state.phase != "finished":
         run.resume()
     return run
+
+
+def _texts(files: Mapping[str, Path]) -> dict[str, bytes]:
+    return {name: file.read_bytes() for name, file in files.items()}
 
 
 def _train(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from torch import nn
@@ -16,7 +16,7 @@ from dni_runtime.errors import UsageError
 from dni_runtime.files import write_atomic
 from dni_runtime.plan.create import check_place, run_root
 from dni_runtime.plan.prepare import prepare, prepare_with
-from dni_runtime.plan.settings import StartSettings
+from dni_runtime.plan.settings import BackendChoice, StartSettings
 from dni_runtime.spec.settings import find_setting
 from dni_runtime.split.balance import Balance
 from dni_runtime.split.part import Parts, doubt
@@ -145,15 +145,15 @@ class Chain:
         *,
         data: Mapping[str, Any],
         modules: int = 2,
-        at: Sequence[str] = (),
+        at: str | Sequence[str] = (),
         args: Mapping[str, Any] | None = None,
         path: Path | str = "chain.yaml",
         balance: Balance = "time",
         links: str = "fast",
-        takes: Sequence[str] = (),
+        takes: str | Sequence[str] = (),
         returns: str | int | None = None,
         weights: Path | str | None = None,
-        freeze: Sequence[str] = (),
+        freeze: str | Sequence[str] = (),
         **settings: Any,
     ) -> Chain:
         """Make a chain of one network, which is traced, measured and cut.
@@ -165,7 +165,8 @@ class Chain:
                 ``torchvision.models:resnet18``; or a network of your own class, with its weights.
             data: The chain's ``data``; the network's inputs are those of the data.
             modules: Number of modules.
-            at: Instead, the network's own modules after which to cut: ``["layer2", "layer3"]``.
+            at: Instead, the network's own modules after which to cut: ``["layer2", "layer3"]``,
+                or ``"layer2,layer3"``, as the other names.
             args: Keyword arguments of the function or class.
             path: The chain file; import paths start in its folder.
             balance: What is to be equal among the modules: ``time``, ``memory`` or ``both``.
@@ -252,12 +253,12 @@ class Chain:
         epochs: int | None = None,
         seed: int | None = None,
         settings: Mapping[str, Any] | None = None,
-        backend: Literal["auto", "process", "apptainer"] = "auto",
+        backend: BackendChoice = "auto",
         images: Path | str = "images",
         runs: Path | str = "runs",
         name: str | None = None,
         run_dir: Path | str | None = None,
-        carry: Run | None = None,
+        carry: Run | Path | str | None = None,
         log_level: str = "info",
     ) -> Run:
         """Start training on this host, with one worker per module.
@@ -275,8 +276,8 @@ class Chain:
             runs: Folder in which the run gets a directory.
             name: The run's name; by default that of the chain, and the time.
             run_dir: That directory itself.
-            carry: A run of the same layers, with other settings or cuts: go on from its newest
-                checkpoint. If it has finished, ``epochs`` or the chain's are more than it had.
+            carry: A run of the same layers, or its name, with other settings or cuts: go on from
+                its newest checkpoint. If it has finished, ``epochs`` or the chain's are more.
             log_level: How much the workers log: ``debug``, ``info``, ``warning`` or ``error``.
 
         Raises:
@@ -293,8 +294,9 @@ class Chain:
         if carry is not None:
             from dni_runtime.plan.carrying import carry_over
 
-            carry.check_trusted()
-            prepared = carry_over(prepared, carry.record, carry.state())
+            its = carry if isinstance(carry, Run) else Run.find(carry, runs)
+            its.check_trusted()
+            prepared = carry_over(prepared, its.record, its.state())
         place = (None if run_dir is None else Path(run_dir), Path(runs), name)
         check_place(*place)
         root = run_root(prepared.chain.name, *place)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # torch takes a while to import
     from dni_runtime.run.documents.exits import Exits
     from dni_runtime.spec import DataSpec, Preprocessing
 
+Cut: TypeAlias = int | str | None
+"""A checkpoint: its stream position, ``newest`` or ``best``; None: the best, else the newest."""
+
 Data: TypeAlias = str | Path | Mapping[str, Any]
 """A data set by name or import path, a path, or keys of the chain's ``data``."""
 
@@ -78,10 +81,14 @@ class Checkpointed:
         """The checkpoint that is meant; see :func:`dni_runtime.run.cuts.choose_cut`."""
         return choose_cut(self.directory, self.modules, wanted, force=force)
 
+    def _position(self, cut: Cut, *, force: bool = False) -> int:
+        """Return the stream position of a checkpoint; a number is taken as it is."""
+        return cut if isinstance(cut, int) else self.choose_cut(cut, force=force)
+
     def export(
         self,
         output: Path | str,
-        cut: int | None = None,
+        cut: Cut = None,
         *,
         force: bool = False,
         state_dict: bool = False,
@@ -94,7 +101,7 @@ class Checkpointed:
         Args:
             output: ``.safetensors``, ``.pt2`` or ``.onnx``; ``.safetensors`` or ``.pt`` of a state
                 dict.
-            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+            cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
             force: Write weights that are not finite, too.
             state_dict: Write :meth:`state_dict` instead, which needs nothing of this package.
 
@@ -108,7 +115,7 @@ class Checkpointed:
 
         if not state_dict:
             self.check_trusted()
-        cut = self.choose_cut(force=force) if cut is None else cut
+        cut = self._position(cut, force=force)
         if state_dict:
             write_state_dict(self.state_dict(cut, force=force), Path(output))
         else:
@@ -123,7 +130,7 @@ class Checkpointed:
                 )
         write_card(self.record, cut, Path(output), state_dict=state_dict)
 
-    def export_folder(self, folder: Path | str, cut: int | None = None) -> None:
+    def export_folder(self, folder: Path | str, cut: Cut = None) -> None:
         """Write the trained network as a folder with the files of a Hugging Face repository.
 
         ``model.safetensors`` is for :func:`dni_runtime.load`, ``config.json`` describes its layers,
@@ -131,7 +138,7 @@ class Checkpointed:
 
         Args:
             folder: It must not exist yet, or be empty.
-            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+            cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
 
         Raises:
             DniError: As :meth:`export`.
@@ -148,14 +155,14 @@ class Checkpointed:
         header = read_header(model).model_dump_json(indent=1) + "\n"
         (folder / "config.json").write_text(header, encoding="utf-8")
 
-    def state_dict(self, cut: int | None = None, *, force: bool = False) -> dict[str, Tensor]:
+    def state_dict(self, cut: Cut = None, *, force: bool = False) -> dict[str, Tensor]:
         """The trained weights under the names of the network that they are from.
 
         That is the one of ``Piece``, or the one that ``init`` has taken them from. It loads them:
         ``load_state_dict(strict=True)``. Else it is :meth:`model`: ``bottom.0.weight``.
 
         Args:
-            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+            cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
             force: Return weights that are not finite, too.
 
         Raises:
@@ -168,7 +175,7 @@ class Checkpointed:
         from dni_runtime.core.finite import all_finite_or_masks
         from dni_runtime.plan.initial import name_in_file, network_names
 
-        states = self._states_of(self.choose_cut(force=force) if cut is None else cut)
+        states = self._states_of(self._position(cut, force=force))
         chain, workers = self.record.specs()
         found: dict[str, Tensor] = {}
         for worker, module in zip(workers, chain.modules, strict=True):
@@ -195,11 +202,11 @@ class Checkpointed:
                 found[theirs] = value
         return found
 
-    def model(self, cut: int | None = None) -> nn.Module:
+    def model(self, cut: Cut = None) -> nn.Module:
         """The trained network, as one plain torch module in eval mode.
 
         Args:
-            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+            cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
 
         Raises:
             DniError: As :meth:`choose_cut`.
@@ -208,13 +215,13 @@ class Checkpointed:
         from dni_runtime.plan.prepare import importing_from
 
         self.check_trusted()
-        states = self._states_of(self.choose_cut() if cut is None else cut)
+        states = self._states_of(self._position(cut))
         with importing_from(self.directory.sources):
             return assemble(self.record.specs()[1], states)
 
     def evaluate(
         self,
-        cut: int | None = None,
+        cut: Cut = None,
         *,
         data: Data | None = None,
         metrics: Metrics | None = None,
@@ -225,7 +232,7 @@ class Checkpointed:
         ``precision``, and recurrent layers carry their state from batch to batch.
 
         Args:
-            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+            cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
             data: As in :meth:`predict`.
             metrics: Instead of the chain's, as in ``chain.yaml``.
 
@@ -252,14 +259,14 @@ class Checkpointed:
                 tail = tail.model_copy(update={"tail": role})
             return evaluate(partial(predict, modules), source.evaluated()[0], tail)
 
-    def predict(self, data: Data | None = None, cut: int | None = None) -> Predictions:
+    def predict(self, data: Data | None = None, cut: Cut = None) -> Predictions:
         """The trained network's outputs on the test set, else the evaluation samples.
 
         Args:
             data: Other data: a data set by name or import path, a path, or keys of the chain's
                 ``data`` (``labels: none``: it has none), such as ``evaluation: {root: …}``; its
                 evaluation samples are taken.
-            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+            cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
 
         Raises:
             DniError: As :meth:`choose_cut`; or the data cannot be read here.
@@ -275,7 +282,7 @@ class Checkpointed:
 
     def exits(
         self,
-        cut: int | None = None,
+        cut: Cut = None,
         *,
         points: float = 0.5,
         confidence: float | None = None,
@@ -284,7 +291,7 @@ class Checkpointed:
         """Measure the early exits, choose who leaves where, and write that into the run.
 
         Args:
-            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+            cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
             points: Points of accuracy that early answers may lose.
             confidence: The top probability at which samples leave, instead of ``points``.
             retrain: Whether to fit new early heads to the finished modules.
@@ -295,7 +302,7 @@ class Checkpointed:
         """
         from dni_runtime.measure.exits import ChainExits
 
-        cut = self.choose_cut() if cut is None else cut
+        cut = self._position(cut)
         with self._network(cut, None) as (modules, source):
             exits = ChainExits(self.directory, cut, modules)
             if retrain:
@@ -308,7 +315,7 @@ class Checkpointed:
 
     @contextmanager
     def _network(
-        self, cut: int | None, data: Data | None
+        self, cut: Cut, data: Data | None
     ) -> Iterator[tuple[Sequence[ModuleForward], DataSource]]:
         """Give the modules with their trained weights, and the data."""
         from dni_runtime.core.export import load_trained
@@ -318,7 +325,7 @@ class Checkpointed:
         from dni_runtime.plan.prepare import importing_from
 
         self.check_trusted()
-        states = self._states_of(self.choose_cut() if cut is None else cut)
+        states = self._states_of(self._position(cut))
         (chain, workers), sources = self.record.specs(), self.directory.sources
         with importing_from(sources):
             modules = [ModuleForward(worker) for worker in workers]

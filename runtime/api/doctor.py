@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import platform
@@ -24,6 +23,7 @@ from typing import Literal
 from dni_runtime.errors import UnavailableError
 from dni_runtime.image.apptainer import Apptainer, host_environment, usable_apptainer
 from dni_runtime.plan.host import gpu_devices
+from dni_runtime.run.record import user_name
 from dni_runtime.run.rundir import socket_path
 from dni_runtime.schedulers.slurm.allocation import beside
 from dni_runtime.schedulers.slurm.commands import own_job
@@ -84,7 +84,8 @@ def examine_hosts(
     found: dict[str, list[Check]] = {}
     for host, done in on_each(commands, _NODE_TIMEOUT_S, environ).items():
         try:
-            found[host] = [Check(**check) for check in json.loads(done.stdout)["checks"]]
+            answer = done.stdout[done.stdout.find("{") :]  # a host's shell may greet before
+            found[host] = [Check(**check) for check in json.loads(answer)["checks"]]
         except (ValueError, TypeError, KeyError):
             told = [line for line in done.stderr.splitlines() if not line.startswith("srun: ")]
             said = told[-1:] or [f"exit status {done.returncode}"]
@@ -188,7 +189,7 @@ def _builds() -> Iterator[Check]:
             yield Check(name, "ok", path, "builds")
         else:
             yield Check(name, "missing", "not installed", "builds", why)
-    user, lines = getpass.getuser(), (_read("/etc/subuid") or "").splitlines()
+    user, lines = user_name(os.getuid()), (_read("/etc/subuid") or "").splitlines()
     if any(line.split(":")[0] in (user, str(os.getuid())) for line in lines):
         yield Check("subordinate ids", "ok", f"/etc/subuid has {user}", "builds")
     else:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dni_runtime.api.checkpointed import Checkpointed
+from dni_runtime.api.checkpointed import Checkpointed, Cut
 from dni_runtime.errors import DataError, DniError, UsageError
 from dni_runtime.files import need_room, write_json
 from dni_runtime.measure.figures import MetricsReader, RunFigures
@@ -72,7 +72,7 @@ class Run(Checkpointed):
 
     @classmethod
     def find(
-        cls, name: str | None = None, runs: Path | str = "runs", *, trust: bool = False
+        cls, name: Path | str | None = None, runs: Path | str = "runs", *, trust: bool = False
     ) -> Run:
         """A run by path, by name or by the beginning of its name; your latest by default.
 
@@ -84,7 +84,7 @@ class Run(Checkpointed):
         Raises:
             UsageError: There is none, or more than one.
         """
-        return cls(find_run(name, Path(runs)), trust=trust)
+        return cls(find_run(None if name is None else str(name), Path(runs)), trust=trust)
 
     @property
     def job(self) -> JobRecord | None:
@@ -348,7 +348,7 @@ class Run(Checkpointed):
         self,
         name: str | None = None,
         *,
-        cut: int | None = None,
+        cut: Cut = None,
         trust: bool = False,
         **settings: Any,
     ) -> ServiceState:
@@ -356,7 +356,7 @@ class Run(Checkpointed):
 
         Args:
             name: The service's name, and the model's in paths; by default the chain's.
-            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+            cut: As in :meth:`export`.
             trust: As in :meth:`open`.
             settings: The options of ``dnictl serve``: ``in_process``, ``backend``, ``replicas``,
                 ``port``, ``max_batch``, ``token_file`` and the other fields of
@@ -376,12 +376,12 @@ class Run(Checkpointed):
 
         self.check_trusted()
         name = name or self.record.chain
-        known = sorted({*Settings.model_fields, *HttpSettings.model_fields})
+        known = sorted({*Settings.model_fields, *HttpSettings.model_fields} - {"source", "http"})
         for key in settings.keys() - set(known):
             raise UsageError(f"serve() has no {key!r}", hint=suggestion(key, known))
         its = {key: settings.pop(key) for key in Settings.model_fields if key in settings}
         its |= {"source": self.directory.root, "trust": trust}
-        its |= {"cut": self.choose_cut() if cut is None else cut}
+        its |= {"cut": self._position(cut)}
         its |= {"http": given(HttpSettings, {"name": name, **settings})}
         return start_service(self.directory.root.parent / name, given(Settings, its))
 
@@ -415,7 +415,7 @@ class Run(Checkpointed):
     # Resuming.
 
     def resume(
-        self, cut: str = "auto", *, epochs: int | None = None, log_level: str | None = None
+        self, cut: int | str = "auto", *, epochs: int | None = None, log_level: str | None = None
     ) -> Run:
         """Resume it in the background, and return it: here, or as another job where it was one.
 
@@ -427,6 +427,7 @@ class Run(Checkpointed):
         Raises:
             UsageError: It is active, has finished (give ``epochs``), or has no such checkpoint.
         """
+        cut = str(cut)
         self.check_resumable(cut, epochs)
         if self.job is not None:
             self.resubmit(log_level, epochs)

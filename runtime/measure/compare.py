@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,10 +140,15 @@ def _read(
             raise UsageError(
                 f"unknown {kind} {choice.name!r}", hint=suggestion(choice.name, list(known))
             )
-        if label in choices or label in taken:
+        if folder_of(label) in map(folder_of, (*choices, *taken)):
             raise UsageError(f"duplicate method {label!r}", hint="choose another label")
         choices[label] = parsed, bool(value)
     return choices
+
+
+def folder_of(label: str) -> str:
+    """Return what the folders of a method's runs begin with."""
+    return re.sub(r"[^A-Za-z0-9.-]", "_", label)
 
 
 def variant(prepared: CheckedChain, method: Method, seed: int) -> CheckedChain:

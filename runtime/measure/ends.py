@@ -178,7 +178,7 @@ def receive(sink: Sink, job: Job) -> float:
     """Receive a job's batches; return the megabytes (1e6 bytes) per second."""
     for _ in range(job.discard):
         sink.take()
-    began, batches = time.perf_counter(), 0
+    began, batches = time.perf_counter(), 1  # the last one has been waited for, too
     while sink.take():
         batches += 1
     return job.bytes * batches / (time.perf_counter() - began) / 1e6

@@ -20,7 +20,8 @@ from dni_runtime.measure.peer import PROGRAM, Peer
 from dni_runtime.plan.placement import link_kinds
 from dni_runtime.schedulers.slurm.allocation import Allocation, beside
 from dni_runtime.schedulers.slurm.steps import step_environment
-from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
+from dni_runtime.spec import ChainSpec, EdgeSpec, LinksSpec, WorkerSpec
+from dni_runtime.spec.edge import LaneSpec
 from dni_runtime.spec.profile import ProfileSpec
 
 SIZES_BYTES = (1 << 20, 16 << 20)
@@ -70,7 +71,8 @@ def lines_of_chain(
     kinds = link_kinds(chain, workers, profile.interface, nodes)
     at = {worker.module: nodes[number] for number, worker in enumerate(workers)}
     lines: list[HostPair] = []
-    for edge in (edge for worker in workers for edge in worker.links_in):
+    edges: list[EdgeSpec | LaneSpec] = [edge for worker in workers for edge in worker.links_in]
+    for edge in edges + [lane for worker in workers for lane in worker.peers]:
         transport, interface = kinds[edge.target]
         update = {"transport": transport, "interface": interface}
         if transport == "ipc":

@@ -117,7 +117,8 @@ class Peer:
 
     def _read(self) -> None:
         for line in self._out:
-            self._lines.put(line)
+            if line.startswith("{"):  # else it is a greeting of the host's
+                self._lines.put(line)
         self._lines.put("")
 
     def _said(self) -> str:

@@ -29,8 +29,8 @@ from dni_runtime.spec import Choice
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Metrics = Sequence[str | Mapping[str, Any]]
-"""Metrics as in ``chain.yaml``: ``["accuracy", {"F1Score": {"task": "multiclass", …}}]``."""
+Metrics = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
+"""One or several, as in ``chain.yaml``: ``["accuracy", {"F1Score": {"task": "binary"}}]``."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,9 @@ class Predictions:
 
 def parse_metrics(metrics: Metrics) -> tuple[Choice, ...]:
     """Return the choices that metrics, as in ``chain.yaml``, are."""
+    several = (metrics,) if isinstance(metrics, str | Mapping) else tuple(metrics)
     try:
-        return TypeAdapter(tuple[Choice, ...]).validate_python(tuple(metrics))
+        return TypeAdapter(tuple[Choice, ...]).validate_python(several)
     except ValidationError as error:
         raise UsageError(f"metrics: {error.errors()[0]['msg']}") from None
 

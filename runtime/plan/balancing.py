@@ -18,7 +18,6 @@ from dni_runtime.plan.pace import worker_seconds
 from dni_runtime.plan.prepare import importing_from
 from dni_runtime.run.documents.reports import Report
 from dni_runtime.run.record import Record
-from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.load import load_chain, naming_file, parse_chain, parse_yaml
 from dni_runtime.spec.replicas import replicas_of
@@ -93,15 +92,12 @@ def balance_run(record: Record, balance: Balance = "time", links: str = "fast") 
     return _proposed(
         record.chain_file, text, chain, run.sources,
         balance=balance, links=links,
-        measured=[_batch_seconds(run, workers) for workers in replicas.values()],
+        measured=[  # replicas share the batches
+            None if (mean_s := worker_seconds(run, workers)) is None else mean_s / len(workers)
+            for workers in replicas.values()
+        ],
         hosts=[Report.read(run.worker(workers[0])).host for workers in replicas.values()],
     )  # fmt: skip
-
-
-def _batch_seconds(run: RunDir, workers: Sequence[str]) -> float | None:
-    """Return a module's seconds for a batch; its replicas share the batches."""
-    seconds = worker_seconds(run, workers)
-    return None if seconds is None else seconds / len(workers)
 
 
 def _proposed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import platform
 import re
@@ -19,6 +18,7 @@ from dni_runtime.files import is_full, need_room, write_atomic, write_json
 from dni_runtime.plan.prepare import CheckedChain
 from dni_runtime.run.cuts import FORMAT as CHECKPOINT_FORMAT
 from dni_runtime.run.documents.records import RunRecord, Versions
+from dni_runtime.run.record import user_name
 from dni_runtime.run.rundir import RunDir
 
 WORKER_BYTES = 64 << 10
@@ -128,7 +128,7 @@ def create_run(
         epochs=prepared.chain.epochs,
         batches_per_epoch=prepared.batches_per_epoch,
         total_steps=prepared.total_steps,
-        user=getpass.getuser(),
+        user=user_name(os.geteuid()),
         host=socket.gethostname(),
         versions=Versions(
             dni_runtime=__version__,

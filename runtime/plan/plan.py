@@ -65,16 +65,18 @@ class Backoff:
         if self.running_since_s is not None:
             self.running_since_s += seconds
 
+    def _streak(self, plan: RestartPlan, now_s: float) -> int:
+        since_s = self.running_since_s
+        return 0 if since_s is not None and now_s - since_s >= plan.healthy_s else self.streak
+
     def allows(self, plan: RestartPlan, exit_code: int, now_s: float) -> bool:
         """Whether the rules allow another restart; see :meth:`delay_s`."""
-        since_s = self.running_since_s
         # what was available once (an address, a driver, a neighbour) may be so again
         passing = (UnavailableError.exit_code, UnansweredError.exit_code)
         passes = self.attempt > 0 and exit_code in passing
         if plan.policy == "never" or (exit_code in LASTING and not passes):
             return False
-        healthy = since_s is not None and now_s - since_s >= plan.healthy_s
-        return (0 if healthy else self.streak) < plan.limit
+        return self._streak(plan, now_s) < plan.limit
 
     def delay_s(self, plan: RestartPlan, exit_code: int, now_s: float) -> float | None:
         """Return the seconds until the restart; None if there is none.
@@ -82,9 +84,7 @@ class Backoff:
         ``exit_code`` is as a shell reports it, ``now_s`` by the clock of ``running_since_s``.
         """
         allowed = self.allows(plan, exit_code, now_s)
-        since_s, self.running_since_s = self.running_since_s, None
-        if since_s is not None and now_s - since_s >= plan.healthy_s:
-            self.streak = 0
+        self.streak, self.running_since_s = self._streak(plan, now_s), None
         if not allowed:
             return None
         self.streak += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from dni_runtime.errors import UsageError
 from dni_runtime.files import WORKER_FOLDERS
@@ -22,6 +22,7 @@ from dni_runtime.plan.plan import (
 from dni_runtime.run.documents.records import JobRecord
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec.data import own_path
+from dni_runtime.spec.load import suggestion
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.modules import ElasticSpec
 from dni_runtime.spec.named import module_of
@@ -33,6 +34,11 @@ from dni_runtime.worker.start import STARTED_WITH, this_version
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
+BackendChoice = Literal["auto", "process", "apptainer"]
+"""Backends that a user can name; ``auto``: Apptainer, if it and the images are there."""
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 UNSUPERVISED = ("mpi", "kubernetes")
 """Schedulers whose launcher starts workers that find their modules by rank."""
 
@@ -42,8 +48,7 @@ class StartSettings:
     """What a user chooses for a start of a run, besides the chain."""
 
     run: Path  # the directory, as an absolute path
-    # auto: Apptainer, if it and the images are there
-    backend: Literal["auto", "process", "apptainer"] = "auto"
+    backend: BackendChoice = "auto"
     images: Path = Path("images")  # their folder
     scheduler: str = "local"  # what starts the workers (``schedulers/schedulers.py``)
     hosts: tuple[str, ...] = ()  # for ``ssh``
@@ -52,6 +57,11 @@ class StartSettings:
     attempt: int = 1  # number of this start of the run, from 1
     resume: str = "auto"  # ``auto``, ``none`` or the stream position of a checkpoint
     log_level: str = "info"  # of the workers
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("backend", get_args(BackendChoice)), ("log_level", LOG_LEVELS)):
+            if (value := getattr(self, name)) not in allowed:
+                raise UsageError(f"{name!r} is {value!r}", hint=suggestion(str(value), [*allowed]))
 
     @property
     def elsewhere(self) -> bool:

@@ -31,6 +31,14 @@ from dni_runtime.split.network import chain_name, freeze_named, load_weights, ne
 from dni_runtime.split.part import Parts
 from dni_runtime.split.plan import SplitRequest
 
+Names = str | Sequence[str] | None
+"""Names in a list, or in a text with commas."""
+
+
+def names_of(names: Names) -> tuple[str, ...]:
+    listed = names.split(",") if isinstance(names, str) else names or ()
+    return tuple(name.strip() for name in listed if name.strip())
+
 
 @dataclass(frozen=True)
 class SplitChain:
@@ -46,21 +54,22 @@ def split_chain(
     *,
     args: Mapping[str, Any] | None = None,  # keywords of the function
     modules: int = 2,  # their number
-    at: Sequence[str] = (),  # instead, the network's own modules after which to cut
+    at: Names = (),  # instead, the network's own modules after which to cut
     balance: Balance = "time",
     links: str = "fast",  # ``fast`` or ``slow``
     # arguments of ``forward`` for the data's inputs; by default its first ones
-    takes: Sequence[str] = (),
+    takes: Names = (),
     # where the tensor is in what ``forward`` returns: ``0``, ``logits``
     returns: str | int | None = None,
     # a state dict to start from; None: the weights that the function gives
     weights: Path | None = None,
     state: nn.Module | None = None,  # instead, a network that has them
     interface: str | None = None,  # of all modules, as in a chain file
-    freeze: Sequence[str] = (),  # modules or parameters of the network that are not trained
+    freeze: Names = (),  # modules or parameters of the network that are not trained
     force: bool = False,  # replace a chain file that ``split`` has not written
 ) -> SplitChain:
     """Take a network apart, and write a chain file and its weights."""
+    at, takes, freeze = map(names_of, (at, takes, freeze))
     check_place(path, HEADER, force=force)
     base = path.parent.absolute()
     own = _settings_of_modules(settings, len(at) + 1 if at else modules, interface)
@@ -85,7 +94,7 @@ def split_chain(
         ]
     request = SplitRequest(
         modules=modules,
-        at=tuple(at),
+        at=at,
         balance=balance,
         links=links,
         batch_size=data.batch_size,

@@ -28,6 +28,7 @@ from dni_runtime.plan.initial import Weights, read_initial
 from dni_runtime.resolve.facts import facts_of
 from dni_runtime.resolve.resolve import parameter_counts
 from dni_runtime.spec import ChainSpec, DataSpec, Preprocessing, WorkerSpec
+from dni_runtime.split.verify import alike
 
 ROWS = 4
 """Samples that go through the modules; more if the chain cuts batches into parts."""
@@ -39,9 +40,6 @@ LARGEST_BYTES, LARGEST_PARAMETERS = 4 << 30, 100_000_000
 """Size of a data file, and of all modules together, above which they are not tried here."""
 
 _PURPOSES = {"train": "training", "eval": "evaluation", "test": "the test at the end"}
-
-_WITHIN = 1e-4
-"""Differences that are rounding in float32, compared with the largest number of an output."""
 
 _PROBABILITIES = "all elements of input should be between 0 and 1"
 """What torch says of outputs that BCELoss does not take."""
@@ -231,9 +229,10 @@ def _check_kept(chain: LocalChain, workers: Sequence[WorkerSpec], batch: Batch) 
         facts = [dict(facts_of(module.layers)) for module in (step, new)]
         computed, expected = _computed(step, inputs), _computed(new, inputs)
         outputs.append(computed[-1])
-        within = _rounding(step)
-        if _alike(computed, expected, within) or not _alike(
-            _computed(_rebuilt(step, number), inputs), expected, within
+        tensors = [*step.layers.parameters(), *step.layers.buffers()]
+        types = {torch_dtype(step.spec.precision), *(tensor.dtype for tensor in tensors)}
+        if _alike(computed, expected, types) or not _alike(
+            _computed(_rebuilt(step, number), inputs), expected, types
         ):
             continue  # or it draws random numbers of its own
         changed = [
@@ -286,24 +285,8 @@ def _computed(module: ModuleForward, xs: tuple[Tensor, ...]) -> list[Tensor]:
     return outputs
 
 
-def _rounding(module: ModuleForward) -> float:
-    """Return what differences are rounding, compared with the largest number of an output."""
-    tensors = [*module.layers.parameters(), *module.layers.buffers()]
-    types = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    types.add(torch_dtype(module.spec.precision))
-    return max(_WITHIN, *(8 * torch.finfo(dtype).eps for dtype in types))
-
-
-def _alike(some: Sequence[Tensor], others: Sequence[Tensor], within: float) -> bool:
-    return all(
-        one.shape == other.shape
-        and torch.allclose(one, other, rtol=0.0, atol=within * _largest(other), equal_nan=True)
-        for one, other in zip(some, others, strict=True)
-    )
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().nan_to_num(posinf=0.0).max()) if tensor.numel() else 0.0
+def _alike(some: Sequence[Tensor], others: Sequence[Tensor], types: set[torch.dtype]) -> bool:
+    return all(alike(*pair, types) for pair in zip(some, others, strict=True))
 
 
 def _evaluate(chain: LocalChain, workers: Sequence[WorkerSpec], batch: Batch) -> None:

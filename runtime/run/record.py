@@ -71,9 +71,9 @@ class Record(RunRecord):
         """
         others = self.owners - {os.geteuid(), 0}
         if others and not trust:
+            whose = " and ".join(map(user_name, others))
             raise UsageError(
-                f"run {str(self.run.root)!r} belongs to {' and '.join(map(_user, others))}: this "
-                "would run their code as you",
+                f"run {str(self.run.root)!r} belongs to {whose}: this would run their code as you",
                 hint="it can be looked at ('dnictl status', 'logs', 'events'); if you trust them: "
                 "--trust, in Python trust=True",
             )
@@ -169,7 +169,8 @@ def find_run(name: str | None, folder: Path) -> Record:
     )
 
 
-def _user(uid: int) -> str:
+def user_name(uid: int) -> str:
+    """Return a user's name; in a container there may be none for the number."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

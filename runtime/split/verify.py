@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -211,10 +211,7 @@ def _compare(
             )
         ((_, a),) = whole[what]
         for name, b in parts[what]:
-            within = max(_WITHIN, 0.0 if _counts(a) else 8 * torch.finfo(a.dtype).eps)
-            if a.shape == b.shape and torch.allclose(
-                _real(b), _real(a), rtol=0.0, atol=within * _largest(a) + noise, equal_nan=True
-            ):
+            if alike(b, a, (a.dtype,), noise):
                 continue
             how = f"has shape {tuple(b.shape)} instead of {tuple(a.shape)}"
             if a.shape == b.shape:
@@ -225,6 +222,15 @@ def _compare(
                 f"{when}",
                 hint=_HINT,
             )
+
+
+def alike(a: Tensor, b: Tensor, types: Iterable[torch.dtype], noise: float = 0.0) -> bool:
+    """Whether two tensors differ by rounding alone, of computations in numbers of these types."""
+    eps = (torch.finfo(kind).eps for kind in types if kind.is_floating_point or kind.is_complex)
+    within = max([_WITHIN, *(8 * one for one in eps)])
+    return a.shape == b.shape and torch.allclose(
+        _real(a), _real(b), rtol=0.0, atol=within * _largest(b) + noise, equal_nan=True
+    )
 
 
 def _kind(what: str) -> str:

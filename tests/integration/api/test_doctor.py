@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.api.doctor import examine
+from dni_runtime.api.doctor import Check, examine, examine_hosts
+from dni_runtime.spec.profile import ProfileSpec
 
 
 @pytest.mark.parametrize(
@@ -111,3 +112,25 @@ def test_root_cannot_use_containers(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         monkeypatch.setattr("os.geteuid", lambda user=user: user)
         (check,) = [check for check in examine() if check.name == "apptainer"]
         assert (check.status, check.need) == (status, "containers")
+
+
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that is started with a number of a user alone."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 54321)
+    (check,) = [check for check in examine() if check.name == "subordinate ids"]
+    assert check.detail == "/etc/subuid does not have user 54321"
+
+
+def test_a_host_may_greet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    programs = {
+        "ssh": 'echo Welcome\nexec sh -c "${@: -1}"',
+        "python": """echo '{"checks": [{"name": "cpu", "status": "ok", "detail": "2"}]}'""",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    profile = ProfileSpec(python=str(tmp_path / "python"), prologue=("echo modules loaded",))
+    assert examine_hosts(["a"], profile, steps=False) == {"a": [Check("cpu", "ok", "2")]}

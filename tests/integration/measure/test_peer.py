@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dni_runtime.errors import WorkerError
-from dni_runtime.measure.peer import Peer
+from dni_runtime.measure.peer import PROGRAM, Peer
 
 
 def test_a_measuring_process_that_fails_says_why() -> None:
@@ -13,3 +13,9 @@ def test_a_measuring_process_that_fails_says_why() -> None:
         for _ in range(2):
             with pytest.raises(WorkerError, match="failed: no place"):
                 _ = peer.key
+
+
+def test_a_host_may_greet() -> None:
+    greeting = ["sh", "-c", 'echo Welcome to n1; exec "$@"', "sh"]
+    with Peer([*greeting, *PROGRAM]) as peer:
+        assert len(peer.key) == 40

@@ -24,6 +24,7 @@ from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.evaluation import evaluate
 from dni_runtime.data import open_data
 from dni_runtime.errors import DataError, SpecError, UnavailableError, UsageError
+from dni_runtime.measure.predictions import parse_metrics
 from dni_runtime.plan.create import create_run
 from dni_runtime.plan.initial import _stored
 from dni_runtime.plan.prepare import prepare
@@ -98,6 +99,17 @@ def test_it_computes_as_the_run_does(
     for name in ("optimization", "interfaces.synthetic", "interfaces.local"):
         monkeypatch.setattr(f"dni_runtime.core.{name}.build_optimizer", None)
     assert run.evaluate() == expected
+
+
+def test_a_checkpoint_and_a_metric_may_be_named(tmp_path: Path) -> None:
+    run, _ = trained(tmp_path, "ema: 0.5")
+    expected = run.evaluate(CUT, metrics=["accuracy"])
+    assert run.evaluate("newest", metrics="accuracy") == expected
+    assert run.predict(cut=str(CUT)).evaluate("accuracy").keys() == expected.keys()
+    with pytest.raises(UsageError, match="no complete checkpoint 6; there are: 5"):
+        run.export(tmp_path / "x.safetensors", "6")
+    one = {"F1Score": {"task": "multiclass", "num_classes": 10}}
+    assert parse_metrics(one) == parse_metrics([one])
 
 
 def test_other_labels_that_do_not_fit_are_refused(tmp_path: Path) -> None:

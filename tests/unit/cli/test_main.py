@@ -6,6 +6,7 @@ import importlib
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -17,9 +18,12 @@ from dni_runtime.image.oci import INDEX, Index
 from dni_runtime.release.names import VERSION
 from dni_runtime.release.store import Store
 from dni_runtime.run.record import Record
+from dni_runtime.run.rundir import ENTRIES
 from dnictl.main import ALIASES, COMMANDS, GROUPS, cli
 from dnictl.runs import WAIT_TIMEOUT
 from tests.unit.cli.conftest import Dnictl
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *ALIASES])
@@ -60,7 +64,7 @@ def test_a_misspelt_command_or_option(typed: str, meant: str, dnictl: Dnictl) ->
 
 
 def test_commands_and_exit_codes_are_documented() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "commands.md").read_text("utf-8")
+    text = (DOCS / "commands.md").read_text("utf-8")
     commands, codes = text.split("## Exit codes")
     shown = set(re.findall(r"[a-z]+", " ".join(re.findall(r"`[^`]*`", commands))))
     assert set(COMMANDS) - {"supervise", "service", "reference"} | set(ALIASES) <= shown
@@ -72,6 +76,38 @@ def test_commands_and_exit_codes_are_documented() -> None:
         kinds += kind.__subclasses__()
     own = {kind.exit_code for kind in kinds if kind.__module__ == DniError.__module__}
     assert documented == own | by_signals | {0, 1, WAIT_TIMEOUT}
+
+
+def test_what_a_run_directory_holds_is_documented() -> None:
+    page = (DOCS / "commands.md").read_text("utf-8")
+    block = page.split("## What a run directory holds")[1].split("```")[1]
+    paths = [path for line in block.splitlines() for path in line.split("   ")[0].split()]
+    assert {path.partition("/")[0] for path in paths if path != ".json"} == {
+        entry.rstrip(",") for entry in ENTRIES
+    }
+
+
+def words_of_commands(page: str) -> Iterator[list[str]]:
+    """The words of each command on a page, in its blocks and in its lines."""
+    blocks = re.findall(r"```[a-z]*\n(.*?)```", page, re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+    for line in lines:
+        for part in re.split(r"&&|[|;#]|\$\(", line):
+            found = re.search(r"\bdnictl\s+([a-z].*)", part)
+            yield re.findall(r"[\w-]+", found[1]) if found else []
+
+
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))], ids=str)
+def test_options_on_a_page_are_those_of_the_command(page: Path) -> None:
+    for words in words_of_commands(page.read_text("utf-8")):
+        command: click.Command | None = cli
+        for word in words:
+            if isinstance(command, click.Group) and word != "COMMAND":
+                command = command.get_command(click.Context(cli), word)
+        assert command is not None, words
+        allowed = {option for one in command.params for option in one.opts} | {"-h", "--help"}
+        assert {word for word in words if re.match("--?[a-z]", word)} <= allowed, words
 
 
 def test_version(dnictl: Dnictl) -> None:

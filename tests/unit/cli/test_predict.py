@@ -54,6 +54,14 @@ def loaded(file: Path) -> dict[str, npt.NDArray[Any]]:
         return dict(arrays)
 
 
+def test_figures_do_not_depend_on_a_picture(dnictl: Dnictl, run: Checkpointed) -> None:
+    for more in ([], ["--json"]):
+        undrawn = dnictl("predict", "one", "--confusion", "x.foo", *more)
+        assert undrawn.code == 64
+        assert "cannot be drawn" in undrawn.err
+        assert "accuracy" in undrawn.out
+
+
 def test_a_run(dnictl: Dnictl, run: Checkpointed, folder: Path) -> None:
     """On its own evaluation samples, and on all of them under other metrics."""
     said = dnictl("predict", "one", "-o", "p.npz", "--json").json

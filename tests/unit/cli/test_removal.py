@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,17 @@ def test_runs_are_removed_with_all_that_is_theirs(dnictl: Dnictl, make: Make, fo
     assert "removed 10." in result.err
     assert [entry.name for entry in (folder / "runs").iterdir()] == ["a-2"]
     assert (outside / "notes").read_text() == "kept"
+
+
+def test_a_copy_is_a_run_of_its_own(dnictl: Dnictl, make: Make, folder: Path) -> None:
+    """Its record has the name of the run that it was copied from."""
+    root = make("a-1", "finished").run.root
+    shutil.copytree(root, root.with_name("kept"))
+    for command in (("prune", "--keep", "0", "--dry-run"), ("rm", "a-1", "kept", "--yes")):
+        result = dnictl(*command, "--json").json
+        assert sorted(result["runs"]) == ["a-1", "kept"]
+        assert result["bytes"] > 10_000_000
+    assert list((folder / "runs").iterdir()) == []
 
 
 def no_answer(jobs: object) -> NoReturn:

@@ -77,6 +77,7 @@ def test_an_interface_that_does_not_fit(small: CheckedChain) -> None:
 @pytest.mark.parametrize(
     ("names", "labelled", "message"),
     [
+        ([], ["a b=mixed", "a_b=mixed"], "duplicate method 'a_b'"),
         (["exact", "sinthetic"], [], "did you mean 'synthetic'"),
         (["exact", "exact"], [], "duplicate method 'exact'"),
         (["exact"], ["exact={synthetic: {}}"], "duplicate method 'exact'"),

@@ -9,6 +9,7 @@ from dni_runtime.measure.network import lines_between, lines_of_chain, lines_wit
 from dni_runtime.resolve.resolve import worker_specs
 from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
 from dni_runtime.spec.profile import ProfileSpec
+from dni_runtime.spec.replicas import workers_of
 
 HOSTS = ("n1", "n2")
 
@@ -44,6 +45,17 @@ def test_there_and_back_are_two_lines() -> None:
     spec = chain({"interface": "ib0"})
     lines = lines_of_chain(spec, workers(spec), ProfileSpec(), (0, 1, 0, 1), HOSTS)
     assert [(line.source, line.sink) for line in lines] == [("n1", "n2"), ("n2", "n1")]
+
+
+def test_replicas_of_a_module_have_links_with_each_other() -> None:
+    spec = chain({"interface": "ib0"})
+    modules = (spec.modules[0], spec.modules[1].model_copy(update={"replicas": 2}), spec.modules[2])
+    spec = spec.model_copy(update={"modules": modules})
+    names = workers_of(workers(spec))
+    assert [worker.module for worker in names] == ["a", "b.1", "b.2", "c"]
+    lines = lines_of_chain(spec, names, ProfileSpec(), (0, 1, 2, 0), ("n1", "n2", "n3"))
+    assert ("n3", "n2") in [(line.source, line.sink) for line in lines]
+    assert len(lines) == 5
 
 
 def test_without_a_chain() -> None:

@@ -190,6 +190,9 @@ def test_a_pickle_is_refused(folder: Path) -> None:
     ("given", "message"),
     [
         ({"at": ["frist"]}, "cannot be cut after 'frist'"),
+        ({"at": "frist"}, "cannot be cut after 'frist'"),
+        ({"at": "first, secnd"}, "cannot be cut after 'secnd'"),
+        ({"freeze": "frist"}, "no parameters of 'frist' to freeze"),
         ({"at": ["second", "first"]}, "is not the order in which the network runs"),
         ({"modules": 40}, r"can be cut in \d places, so that it has at most \d modules, not 40"),
         ({"takes": ["tokens"]}, "1 arguments of forward are named, and the data has 2 inputs"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +57,21 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, prepared: CheckedChain) ->
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be created"):
         create_run(tmp_path / "file" / "run", prepared, backend="process")
+
+
+def test_a_user_without_a_name_may_have_runs(
+    prepared: CheckedChain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that is started with a number of a user alone."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    run = create_run(tmp_path / "runs" / "mine", prepared, backend="process")
+    assert Record.read(run.root).user == f"user {os.geteuid()}"
 
 
 def test_steps_of_a_run(prepared: CheckedChain) -> None:
