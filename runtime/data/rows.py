@@ -156,6 +156,12 @@ class UserSplit(Split):
                 hint="return a sample and a label from __getitem__, or a dict with both",
             )
         *inputs, label = batch
+        if self._spec.label:
+            raise DataError(
+                f"data set {self._name!r} returns tuples, whose last part is the label: "
+                "'data.label' names a key of rows that are dicts",
+                hint="leave it out ('label: []'), or return a dict with the label in it",
+            )
         return (tuple(inputs) if len(inputs) > 1 else inputs[0]), label
 
     def _labels(self, batch: Mapping[str, Any]) -> tuple[str, ...]:

@@ -257,6 +257,9 @@ def test_rows_of_dicts_with_labels_beside_them(make: Any, tmp_path: Path) -> Non
     assert source.info.names == ("ids",)
     assert batches[0][0].tolist() == [[n, n + 1] for n in range(4)]
     assert batches[0][1].tolist() == [0, 1, 0, 1]
+    assert describe(make("pairs", **counted(6), inputs=["ids"], label=[]), tmp_path) == source.info
+    with pytest.raises(DataError, match="returns tuples, whose last part is the label: "):
+        describe(make("pairs", **counted(6), label="ids"), tmp_path)
 
 
 def test_rows_of_several_inputs_and_a_label(make: Any, tmp_path: Path) -> None:
