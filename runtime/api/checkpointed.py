@@ -385,9 +385,11 @@ def evaluation_data(
     # Its training samples, if there are any, need not fill a batch.
     one = {"eval_batch_size": spec.eval_size, "batch_size": 1, "drop_last": False}
     spec = spec.model_copy(update=one)
-    source = open_data(spec, sources, seed=seed, half=half, trained=trained)
-    unknown = trained is None and source.splits["eval"].preprocessing() is not None
-    if unknown and spec.dataset == "npz" and "normalize" not in data:
+    source = open_data(spec, sources, seed=seed, half=half, trained=trained, predicts=True)
+    raw = source.splits["eval"].preprocessing() is not None and "normalize" not in data
+    if source.splits["train"] is source.splits["eval"]:  # that file has no figures either
+        raw = spec.normalize and source.info.sample.dtype == "float32"
+    if raw and trained is None and spec.dataset == "npz":
         raise UsageError(
             f"how the training's samples were normalised is not known, and those in {spec.path!r} "
             "are not normalised yet",
@@ -419,8 +421,11 @@ def _other_data(data: Mapping[str, Any], own: DataSpec | None) -> DataSpec:
         if "path" not in data:
             given = {**given, **{key: str(at) for key, at in paths_in(given, Path.cwd()).items()}}
         changed[part] = {**(kept.get(part) or {}), **given}
+    document = {**kept, **changed}
+    if document.get("train") is None:  # nothing is trained on
+        document["train"] = document.get("evaluation")
     try:
-        return DataSpec.model_validate({**kept, **changed})
+        return DataSpec.model_validate(document)
     except ValidationError as error:
         where, what, hint = explain_details(error, DataSpec)
         raise UsageError(f"{'.'.join(map(str, ('data', *where)))}: {what}", hint=hint) from None

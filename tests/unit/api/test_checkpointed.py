@@ -187,8 +187,11 @@ def test_no_figures_are_guessed(tmp_path: Path) -> None:
     images(tmp_path / "raw.npz", 30, "float32")
     its = DataSpec.model_validate({"dataset": "its:rows"})
     data = {"dataset": "npz", "path": str(tmp_path / "raw.npz")}
-    with pytest.raises(UsageError, match="how the training's samples were normalised is not known"):
-        evaluation_data(data, its, tmp_path)
+    new = {**data, "path": str(tmp_path / "new.npz"), "labels": "none", "normalize": True}
+    np.savez(tmp_path / "new.npz", x_eval=np.ones((4, 3), np.float32))
+    for one in (data, new):
+        with pytest.raises(UsageError, match="how the training's samples were normalised is not"):
+            evaluation_data(one, its, tmp_path)
     ((x, _),) = evaluation_data({**data, "normalize": False}, its, tmp_path).eval_batches()
     assert torch.as_tensor(x).min() >= 30
 
