@@ -238,7 +238,8 @@ def _numbers(name: str, what: str, parts: Any) -> tuple[Tensor, ...]:
         if not isinstance(part, Tensor) or part.is_complex():
             raise DataError(
                 f"data set {name!r}: a {what} is {_kind(part)}, not numbers",
-                hint="return tensors, NumPy arrays or numbers",
+                hint="return tensors, NumPy arrays or numbers"
+                + (", of a class its number: names.index(label)" if what == "label" else ""),
             )
         tensors.append(part.to(torch.float32 if part.is_floating_point() else torch.int64))
     return tuple(tensors)

@@ -246,6 +246,7 @@ def test_rows_that_are_dicts(make: Any, tmp_path: Path) -> None:
     assert y.tolist() == [0, 1, 0, 1]
     source, batches = read(make("tokens", **counted(6), inputs=["ids"]), tmp_path)
     assert (source.info.samples, source.info.names) == ((int64(4),), ("ids",))
+    assert describe(make("tokens", **counted(6), inputs="ids"), tmp_path) == source.info
     assert batches[0][0].tolist() == ids.tolist()
     several = make("tokens", **counted(6), label=["label", "mask"])
     assert [one.shape for one in describe(several, tmp_path).labels] == [(), (4,)]
@@ -286,6 +287,9 @@ def test_collate(make: Any, tmp_path: Path) -> None:
     expected = loader(tokens(6, ragged=True), collate_fn=pad_to(5))
     for ((ids, mask), y), one in zip(batches, expected, strict=True):
         assert all(map(torch.equal, (ids, mask, y), one.values()))
+    beside = {"import": "NAME:pad", "args": {"length": 5}}  # a function of the rows and of these
+    both = zip(batches, read(make("tokens", **ragged, collate=beside), tmp_path)[1], strict=True)
+    assert all(torch.equal(x, other) for ((x, _), _), ((other, _), _) in both)
     whole = r"'ids' of int64\[B x 4\], but the first was int64\[B x 3\]\n.*'padding: max_length'"
     with pytest.raises(DataError, match=whole):
         read(make("tokens", **ragged, collate="NAME:pad"), tmp_path)
