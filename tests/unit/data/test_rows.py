@@ -90,6 +90,9 @@ def pad(rows, length=None):
     return {"ids": padded("ids"), "mask": padded("mask"),
             "labels": torch.tensor([row["label"] for row in rows])}
 
+def numbers(rows):
+    return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
+
 def pad_to(length):
     return lambda rows: pad(rows, length)
 
@@ -293,6 +296,10 @@ def test_collate(make: Any, tmp_path: Path) -> None:
     whole = r"'ids' of int64\[B x 4\], but the first was int64\[B x 3\]\n.*'padding: max_length'"
     with pytest.raises(DataError, match=whole):
         read(make("tokens", **ragged, collate="NAME:pad"), tmp_path)
+    with pytest.raises(
+        DataError, match=r"'str'.*\n.*rows have texts, 'text': if .*:numbers does no"
+    ):
+        read(make("tokens", **counted(6), collate="NAME:numbers"), tmp_path)
     with pytest.raises(SpecError, match=r"data\.collate: .* has no class or function 'gone'"):
         describe(make("tokens", **ragged, collate="NAME:gone"), tmp_path)
 
