@@ -203,6 +203,8 @@ def import_path(cls: Callable[..., Any], folder: Path) -> str:
     Import paths start in ``folder``, where the chain file will be, and where those of a script or a
     notebook are written to a file.
     """
+    if isinstance(owner := getattr(cls, "__self__", None), type):  # it may inherit the method
+        return f"{import_path(owner, folder)}.{cls.__name__}"
     name = f"{cls.__module__}:{cls.__qualname__}"
     hint = f"move it to a file in {str(folder)!r} and import it from there"
     if "<" in name:  # of a function's own, or a lambda
@@ -307,5 +309,6 @@ def _plain(value: Any, name: str) -> Any:
         return value
     raise SpecError(
         f"{name} is a {type(value).__name__}: a chain file holds numbers, words and lists",
-        hint="wrap the layer in a class of your own whose __init__ makes that object",
+        hint="wrap the layer in a class of your own whose __init__ makes that object; Chain.split "
+        "takes a function that returns a network, too",
     )

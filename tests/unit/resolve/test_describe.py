@@ -43,6 +43,13 @@ class Scale(nn.Module):
     def forward(self, x):
         return self.factor * self.inner(x)
 
+    @classmethod
+    def of(cls, width):
+        return cls(width)
+
+class Narrow(Scale):
+    pass
+
 class Settings:
     def __init__(self):
         self.rate, self.parts, self.owner = 0.5, [Fraction(1, 2)], None
@@ -214,6 +221,8 @@ def test_settings_as_a_script_has_them(tmp_path: Path, mine: str) -> None:
             describe_settings({"x": value}, tmp_path)
     with pytest.raises(SpecError, match=r"'train': \{…\}, 'evaluation': \{…\}"):
         describe_settings({"dataset": nn.Linear(1, 1)}, tmp_path)
+    narrow = importlib.import_module(mine).Narrow
+    assert import_path(narrow.of, tmp_path) == f"{mine}:Narrow.of", "though it is Scale's"
     with pytest.raises(SpecError, match="lambda>', which has no name outside of functions"):
         import_path(lambda rows: rows, tmp_path)
 
