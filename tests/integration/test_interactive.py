@@ -11,6 +11,7 @@ import pytest
 SCRIPT = """
 import math
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,18 @@ from dni_runtime.errors import SpecError
 from dni_runtime.resolve.describe import describe_modules, describe_settings, import_path
 
 WIDTH, NAMES = 6, ("even", "odd")
+DEVICE, KIND = torch.device("cpu"), torch.float32
 x = torch.ones(3)  # the name of a local variable below
 
+@dataclass
+class Config:
+    size: int = WIDTH
+    names: tuple = NAMES
+
+config = Config(size=9)
+
 def scaled(x: torch.Tensor) -> torch.Tensor:
-    return F.relu(x) / math.sqrt(WIDTH)
+    return F.relu(x.to(DEVICE, KIND)) / math.sqrt(config.size)
 
 def traced(function):
     return function
