@@ -257,7 +257,7 @@ class Chain:
         runs: Path | str = "runs",
         name: str | None = None,
         run_dir: Path | str | None = None,
-        carry: Run | None = None,
+        carry: Run | Path | str | None = None,
         log_level: str = "info",
     ) -> Run:
         """Start training on this host, with one worker per module.
@@ -275,8 +275,9 @@ class Chain:
             runs: Folder in which the run gets a directory.
             name: The run's name; by default that of the chain, and the time.
             run_dir: That directory itself.
-            carry: A run of the same layers, with other settings or cuts: go on from its newest
-                checkpoint. If it has finished, ``epochs`` or the chain's are more than it had.
+            carry: A run of the same layers with other settings or cuts, or its name: go on from its
+                newest checkpoint. If it has finished, ``epochs`` or the chain's are more than it
+                had.
             log_level: How much the workers log: ``debug``, ``info``, ``warning`` or ``error``.
 
         Raises:
@@ -293,6 +294,7 @@ class Chain:
         if carry is not None:
             from dni_runtime.plan.carrying import carry_over
 
+            carry = carry if isinstance(carry, Run) else Run.find(str(carry), runs)
             carry.check_trusted()
             prepared = carry_over(prepared, carry.record, carry.state())
         place = (None if run_dir is None else Path(run_dir), Path(runs), name)

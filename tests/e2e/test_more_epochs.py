@@ -68,8 +68,11 @@ def test_two_epochs_and_two_more_are_four(site: Site) -> None:
     assert "epoch 5/5" in said
     last = Run.find(runs=site.folder / "runs")
     assert {spec.optimizer.args["lr"] for spec in last.record.specs()[1]} == {0.002}
-    with pytest.raises(UsageError, match="has finished what the chain asks for"):
-        Chain(site.folder / "chain.yaml").train(carry=last, settings={"lr": 0.002, "epochs": 5})
+    for carry in (last, last.name):
+        with pytest.raises(UsageError, match="has finished what the chain asks for"):
+            Chain(site.folder / "chain.yaml").train(
+                carry=carry, runs=site.folder / "runs", settings={"lr": 0.002, "epochs": 5}
+            )
 
 
 @pytest.mark.timeout(300)
