@@ -5,7 +5,7 @@ It is one file because all begin with the same choice: of a checkpoint, and of d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # torch takes a while to import
     from dni_runtime.run.documents.exits import Exits
     from dni_runtime.spec import DataSpec, Preprocessing
 
-Data: TypeAlias = str | Path | Mapping[str, Any]
-"""A data set by name or import path, a path, or keys of the chain's ``data``."""
+Data: TypeAlias = str | Path | Mapping[str, Any] | Callable[..., Any]
+"""A data set by name or import path, its class, a path, or keys of the chain's ``data``."""
 
 
 def check_ending(output: Path, *, state_dict: bool) -> None:
@@ -256,9 +256,9 @@ class Checkpointed:
         """The trained network's outputs on the test set, else the evaluation samples.
 
         Args:
-            data: Other data: a data set by name or import path, a path, or keys of the chain's
-                ``data`` (``labels: none``: it has none), such as ``evaluation: {root: …}``; its
-                evaluation samples are taken.
+            data: Other data: a data set by name or import path, its class, a path, or keys of the
+                chain's ``data`` (``labels: none``: it has none), such as ``evaluation:
+                {root: …}``; its evaluation samples are taken.
             cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
 
         Raises:
@@ -355,14 +355,17 @@ def evaluation_data(
     start in the working directory, imports in ``sources``.
     """
     from dni_runtime.data import DATASETS, Half, open_data, with_defaults
+    from dni_runtime.resolve.describe import describe_settings
     from dni_runtime.spec.data import PATH, LabelsSpec
 
     half: Half | None
     spec, half = own, None
     if data is not None:
-        if not isinstance(data, Mapping):
+        if isinstance(data, str | Path):
             named = str(data) in DATASETS or ":" in str(data)
             data = {"dataset" if named else "path": str(data)}
+        data = data if isinstance(data, Mapping) else {"dataset": data}
+        data = describe_settings(data, Path.cwd(), ("data",))  # with classes by their names
         used = (
             "" if own is None or own.train is None else f"{own.args} {own.train} {own.evaluation}"
         )

@@ -246,6 +246,11 @@ def test_other_rows_are_read_by_the_same_keys(
     )
     other = {"dataset": "otherrows:rows", "train": {"root": "here"}, "evaluation": {"root": "here"}}
     ((x, y),) = evaluation_data(other, chains, tmp_path).eval_batches()
+    named = {**other, "dataset": sys.modules["otherrows"].rows}  # as Chain.split takes it
+    ((again, _),) = evaluation_data(named, chains, tmp_path).eval_batches()
+    assert torch.equal(torch.as_tensor(x), torch.as_tensor(again))
+    with pytest.raises(SpecError, match=r"'dataset' is a Linear: .*\n.*'evaluation': \{"):
+        evaluation_data(torch.nn.Linear(1, 1), chains, tmp_path)
     assert torch.as_tensor(x).tolist() == [[0, 0], [1, -1], [2, -2]]
     assert y.tolist() == [0, 1, 0]
     sys.modules.pop("otherrows")
