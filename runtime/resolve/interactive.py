@@ -112,7 +112,7 @@ class _Parts:
 
     def _source(self, value: type | FunctionType) -> str:
         places = [(code.co_filename, code.co_firstlineno) for code in _codes(value)]
-        if is_dataclass(value):  # which may have no code of its own
+        if isinstance(value, type):  # which may have no code of its own
             files = reversed([name for name in linecache.cache if "ipykernel" in name])
             main = getattr(sys.modules[MAIN], "__file__", None)
             places += [(file, 0) for file in (files if main is None else [main])]

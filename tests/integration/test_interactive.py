@@ -52,11 +52,14 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return scaled(self.linear(x)) + beside.ONE
 
+class Inner(Block):
+    pass
+
 class Net(Block):
     def __init__(self, size: int = WIDTH, depth: int = 1) -> None:
         super(Net, self).__init__(size)
         self.depth = depth
-        self.blocks = nn.Sequential(*(Block(size) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Inner(size) for _ in range(depth)))
 
     def forward(self, x: Any) -> Any:
         return self.blocks(super().forward(x))
