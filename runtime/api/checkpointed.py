@@ -5,7 +5,7 @@ It is one file because all begin with the same choice: of a checkpoint, and of d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # torch takes a while to import
 Cut: TypeAlias = int | str | None
 """A checkpoint: its stream position, ``newest`` or ``best``; None: the best, else the newest."""
 
-Data: TypeAlias = str | Path | Mapping[str, Any]
-"""A data set by name or import path, a path, or keys of the chain's ``data``."""
+Data: TypeAlias = str | Path | Mapping[str, Any] | Callable[..., Any]
+"""A data set by name or import path, its class, a path, or keys of the chain's ``data``."""
 
 
 def check_ending(output: Path, *, state_dict: bool) -> None:
@@ -263,9 +263,9 @@ class Checkpointed:
         """The trained network's outputs on the test set, else the evaluation samples.
 
         Args:
-            data: Other data: a data set by name or import path, a path, or keys of the chain's
-                ``data`` (``labels: none``: it has none), such as ``evaluation: {root: …}``; its
-                evaluation samples are taken.
+            data: Other data: a data set by name or import path, its class, a path, or keys of the
+                chain's ``data`` (``labels: none``: it has none), such as ``evaluation:
+                {root: …}``; its evaluation samples are taken.
             cut: Which checkpoint (``Cut``); by default the best that is selected, else the newest.
 
         Raises:
@@ -362,14 +362,17 @@ def evaluation_data(
     start in the working directory, imports in ``sources``.
     """
     from dni_runtime.data import DATASETS, Half, open_data, with_defaults
+    from dni_runtime.resolve.describe import describe_settings
     from dni_runtime.spec.data import PATH, LabelsSpec
 
     half: Half | None
     spec, half = own, None
     if data is not None:
-        if not isinstance(data, Mapping):
+        if isinstance(data, str | Path):
             named = str(data) in DATASETS or ":" in str(data)
             data = {"dataset" if named else "path": str(data)}
+        data = data if isinstance(data, Mapping) else {"dataset": data}
+        data = describe_settings(data, Path.cwd(), ("data",))  # with classes by their names
         used = (
             "" if own is None or own.train is None else f"{own.args} {own.train} {own.evaluation}"
         )
@@ -392,9 +395,11 @@ def evaluation_data(
     # Its training samples, if there are any, need not fill a batch.
     one = {"eval_batch_size": spec.eval_size, "batch_size": 1, "drop_last": False}
     spec = spec.model_copy(update=one)
-    source = open_data(spec, sources, seed=seed, half=half, trained=trained)
-    unknown = trained is None and source.splits["eval"].preprocessing() is not None
-    if unknown and spec.dataset == "npz" and "normalize" not in data:
+    source = open_data(spec, sources, seed=seed, half=half, trained=trained, predicts=True)
+    raw = source.splits["eval"].preprocessing() is not None and "normalize" not in data
+    if source.splits["train"] is source.splits["eval"]:  # that file has no figures either
+        raw = spec.normalize and source.info.sample.dtype == "float32"
+    if raw and trained is None and spec.dataset == "npz":
         raise UsageError(
             f"how the training's samples were normalised is not known, and those in {spec.path!r} "
             "are not normalised yet",
@@ -426,8 +431,11 @@ def _other_data(data: Mapping[str, Any], own: DataSpec | None) -> DataSpec:
         if "path" not in data:
             given = {**given, **{key: str(at) for key, at in paths_in(given, Path.cwd()).items()}}
         changed[part] = {**(kept.get(part) or {}), **given}
+    document = {**kept, **changed}
+    if document.get("train") is None:  # nothing is trained on
+        document["train"] = document.get("evaluation")
     try:
-        return DataSpec.model_validate({**kept, **changed})
+        return DataSpec.model_validate(document)
     except ValidationError as error:
         where, what, hint = explain_details(error, DataSpec)
         raise UsageError(f"{'.'.join(map(str, ('data', *where)))}: {what}", hint=hint) from None

@@ -97,17 +97,20 @@ def open_data(
     seed: int,
     half: Half | None = None,
     trained: Preprocessing | None = None,
+    predicts: bool = False,
 ) -> DataSource:
     """Load the data, or one ``half`` of them: samples, or labels (of ``spec.of_labels``).
 
     ``seed``, at least 0, is of the order of the training samples and of their augmentation. With
-    ``trained``, of a training on other data, evaluation samples are normalised as those were.
+    ``trained``, of a training on other data, evaluation samples are normalised as those were. What
+    only ``predicts`` needs no training samples: without any, they are those for evaluation.
     """
     found = _found(spec, base, half)
     augment = find_augmentation(spec.augment, base, seed)
     train, evaluation = found.load()
     if trained is not None and spec.normalize:
         evaluation = evaluation.normalized(trained)
+    train = evaluation if predicts and not len(train) else train
     return DataSource(found.info, train, evaluation, spec, seed=seed, augment=augment)
 
 

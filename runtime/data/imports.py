@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from dni_runtime.errors import SpecError
@@ -38,7 +42,8 @@ def import_target(name: str, base: Path, *, what: str, location: Location) -> An
 def make(value: Any, base: Path, location: Location) -> Any:
     """Return an argument of a data set, in which ``{import: …, args: {…}}`` becomes an object.
 
-    A class is called with its ``args``, and a function if there are any; else it is the value.
+    A class is called with its ``args``, and a function if there are any; else it is the value. A
+    function of rows and of its ``args`` gets both.
     """
     if isinstance(value, list):
         return [make(item, base, (*location, number)) for number, item in enumerate(value)]
@@ -52,6 +57,8 @@ def make(value: Any, base: Path, location: Location) -> Any:
     if "args" not in items and not isinstance(target, type):
         return target
     args = items.get("args") or {}
+    if location[-1] == "collate" and _takes_rows(target, args):
+        return partial(target, **args)
     try:
         return target(**args)
     except (Exception, SystemExit) as error:
@@ -59,6 +66,15 @@ def make(value: Any, base: Path, location: Location) -> Any:
         raise SpecError(
             f"{name}({shown}) raises {type(error).__name__}: {error}", location=location
         ) from error
+
+
+def _takes_rows(target: Any, args: Mapping[str, Any]) -> bool:
+    """Whether a function needs the rows beside these arguments."""
+    if not isinstance(target, FunctionType):
+        return False
+    parameters = inspect.signature(target).parameters.values()
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL}
+    return len(needed - set(args)) == 1
 
 
 def _same(used: Path, own: Path) -> bool:

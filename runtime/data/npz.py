@@ -27,7 +27,7 @@ Array = npt.NDArray[Any]
 _NAMES = ("x_train", "y_train", "x_eval", "y_eval")
 _HINT = (
     "write it with numpy.savez(path, x_train=…, y_train=…, x_eval=…, y_eval=…): "
-    "numbers, one sample per row"
+    "numbers, one sample per row; to predict, x_eval alone will do, with 'labels: none'"
 )
 
 
@@ -37,7 +37,7 @@ def find_npz(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
     8-bit samples are images, scaled to [0, 1]; floats become float32; both are then normalised with
     the training set's mean and standard deviation (of each channel if samples are (C, H, W),
     else of all values). Other integers (tokens) become int64, as labels do. With a ``half``,
-    only its arrays must be there.
+    only its arrays must be there. Evaluation arrays alone have no training samples: to predict.
     """
     if spec.path is None:
         raise SpecError(
@@ -47,11 +47,15 @@ def find_npz(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
     with _opened(path) as archive:
         absent = {"samples": "y", "labels": "x"}.get(half or "", "")
         names = [name for name in _NAMES if not absent or name[0] != absent]
+        if "x_eval" in archive.files and not {"x_train", "y_train"} & {*archive.files}:
+            names = [name for name in names if name.endswith("eval")]
         shapes = {name: _header(path, archive, name) for name in names}
+        counts = {name[2:]: shapes[name][0][0] for name in names}
         nothing = {
-            f"{absent}{name[1:]}": np.empty((shapes[name][0][0], 0), np.float32)
-            for name in names
-            if absent
+            name: np.empty((counts.get(name[2:], 0), *shape[1:]), dtype)
+            for name in _NAMES
+            if name not in shapes
+            for shape, dtype in [shapes.get(f"{name[0]}_eval", ((0, 0), np.dtype("f4")))]
         }
         shapes |= {name: (one.shape, one.dtype) for name, one in nothing.items()}
         _check(path, shapes)

@@ -95,7 +95,7 @@ class UserSplit(Split):
 
     def tensors(self, order_B: Tensor) -> Read:
         """Return inputs and labels of these samples."""
-        order = order_B.tolist()
+        order, samples = order_B.tolist(), list[Any]()
         try:
             # As in torch.utils.data.DataLoader: several at once if the data set supports it.
             several = getattr(self._dataset, "__getitems__", None)
@@ -109,7 +109,7 @@ class UserSplit(Split):
             raise DataError(
                 f"data set {self._name!r} failed for samples {shown}: "
                 f"{type(error).__name__}: {error}",
-                hint=self._advice(str(error)),
+                hint=self._advice(str(error), samples),
             ) from error
         inputs, label = self._parts(batch, len(order))
         names: tuple[str, ...] = ()
@@ -126,14 +126,21 @@ class UserSplit(Split):
             )
         return Read(xs, ys, names)
 
-    def _advice(self, error: str) -> str:
-        """Return what to do about an error in reading samples."""
+    def _advice(self, error: str, rows: list[Any]) -> str:
+        """Return what to do about an error in reading samples, and making a batch of these rows."""
         if "equal size" in error:
             return _ONE_SHAPE
         if "PIL." in error:
             return "give it a 'transform' that makes a tensor of an image, in 'data.args'"
         collate = self._spec.collate
         name = "torch.utils.data.default_collate" if collate is None else collate.name
+        first = rows[0] if rows and isinstance(rows[0], Mapping) else {}
+        texts = [key for key, value in first.items() if isinstance(value, str)]
+        if texts and collate is not None:
+            return (
+                f"rows have texts, {', '.join(map(repr, texts))}: if {name} does not take them, "
+                "save the data set without (Hugging Face: remove_columns)"
+            )
         return (
             "try it alone: build the class, index it with each of these numbers and collate them "
             f"with {name}"
@@ -156,6 +163,12 @@ class UserSplit(Split):
                 hint="return a sample and a label from __getitem__, or a dict with both",
             )
         *inputs, label = batch
+        if self._spec.label:
+            raise DataError(
+                f"data set {self._name!r} returns tuples, whose last part is the label: "
+                "'data.label' names a key of rows that are dicts",
+                hint="leave it out ('label: []'), or return a dict with the label in it",
+            )
         return (tuple(inputs) if len(inputs) > 1 else inputs[0]), label
 
     def _labels(self, batch: Mapping[str, Any]) -> tuple[str, ...]:
@@ -232,7 +245,8 @@ def _numbers(name: str, what: str, parts: Any) -> tuple[Tensor, ...]:
         if not isinstance(part, Tensor) or part.is_complex():
             raise DataError(
                 f"data set {name!r}: a {what} is {_kind(part)}, not numbers",
-                hint="return tensors, NumPy arrays or numbers",
+                hint="return tensors, NumPy arrays or numbers"
+                + (", of a class its number: names.index(label)" if what == "label" else ""),
             )
         tensors.append(part.to(torch.float32 if part.is_floating_point() else torch.int64))
     return tuple(tensors)

@@ -153,7 +153,7 @@ def longer(record: Record, epochs: int) -> ChainSpec:
     if _complete(chain, record, cut):
         trained = read_document(run.checkpoint(cut, record.modules[0]))["epochs_ended"]
         raise UsageError(
-            f"run {name!r} has trained {trained} epochs: {epochs} epochs in all add none",
+            f"run {name!r} has trained up to epoch {trained}: 'epochs: {epochs}' adds none",
             hint=f"for example: dnictl resume {name} --epochs {2 * trained}",
         )
     return chain

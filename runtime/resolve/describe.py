@@ -11,6 +11,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -202,10 +203,15 @@ def import_path(cls: Callable[..., Any], folder: Path) -> str:
     Import paths start in ``folder``, where the chain file will be, and where those of a script or a
     notebook are written to a file.
     """
+    if isinstance(owner := getattr(cls, "__self__", None), type):  # it may inherit the method
+        return f"{import_path(owner, folder)}.{cls.__name__}"
     name = f"{cls.__module__}:{cls.__qualname__}"
     hint = f"move it to a file in {str(folder)!r} and import it from there"
-    if "<locals>" in name:
-        raise SpecError(f"workers cannot import {cls.__qualname__!r}", hint=hint)
+    if "<" in name:  # of a function's own, or a lambda
+        raise SpecError(
+            f"workers cannot import {cls.__qualname__!r}, which has no name outside of functions",
+            hint=hint,
+        )
     if cls.__module__ == MAIN:
         return written_out(cls, folder)
     module = sys.modules.get(cls.__module__)
@@ -224,6 +230,9 @@ def import_path(cls: Callable[..., Any], folder: Path) -> str:
     return name
 
 
+_OWN_DATA = "{'dataset': Class, 'train': {…}, 'evaluation': {…}}, with the arguments of each"
+
+
 def describe_settings(
     settings: Mapping[str, Any], folder: Path, location: Location = ()
 ) -> dict[str, Any]:
@@ -232,7 +241,7 @@ def describe_settings(
         raise SpecError(
             f"{settings!r} is a {type(settings).__name__}, not a mapping",
             location=location,
-            hint="{'dataset': 'mnist', 'batch_size': 128}, say",
+            hint=f"{{'dataset': 'mnist', 'batch_size': 128}}, say; or {_OWN_DATA}",
         )
 
     def written(value: Any, key: str) -> Any:
@@ -243,8 +252,11 @@ def describe_settings(
         if isinstance(value, type | FunctionType | MethodType):
             path = import_path(value, folder)
             return path if key in ("dataset", "import") else {"import": path}
-        if isinstance(value, numpy.generic) or (isinstance(value, Tensor) and value.numel() == 1):
-            return value.item()
+        if isinstance(value, partial) and not value.args:
+            return {"import": import_path(value.func, folder), "args": written(value.keywords, key)}
+        array = isinstance(value, numpy.generic | numpy.ndarray | Tensor)
+        if array and value.nbytes <= 8192:  # weights of classes, say
+            return written(value.tolist(), key)
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Path):
@@ -253,7 +265,9 @@ def describe_settings(
             f"{key!r} is a {type(value).__name__}: a chain file holds numbers, words, lists, and "
             "names of classes and functions",
             location=location,
-            hint="write an object as {'import': Class, 'args': {…}}",
+            hint=f"workers make it anew: {_OWN_DATA}"
+            if key == "dataset"
+            else "write an object as {'import': Class, 'args': {…}}",
         )
 
     return {key: written(value, key) for key, value in settings.items()}
@@ -295,5 +309,6 @@ def _plain(value: Any, name: str) -> Any:
         return value
     raise SpecError(
         f"{name} is a {type(value).__name__}: a chain file holds numbers, words and lists",
-        hint="wrap the layer in a class of your own whose __init__ makes that object",
+        hint="wrap the layer in a class of your own whose __init__ makes that object; Chain.split "
+        "takes a function that returns a network, too",
     )

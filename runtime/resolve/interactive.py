@@ -16,9 +16,12 @@ import linecache
 import symtable
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
+
+import torch
 
 from dni_runtime.errors import SpecError
 from dni_runtime.files import write_atomic
@@ -89,6 +92,12 @@ class _Parts:
             self.imports.add(f"from {origin[0]} import {origin[1]} as {name}")
         elif _is_plain(value):
             self.definitions.append(f"{name} = {value!r}\n")
+        elif is_dataclass(value) and _is_plain(given := _given(value)):
+            self.add(type(value).__name__, type(value))
+            self.definitions.append(f"{name} = {type(value).__name__}(**{given!r})\n")
+        elif isinstance(value, torch.device | torch.dtype):
+            self.imports.add("import torch")
+            self.definitions.append(f"{name} = torch.{repr(value).removeprefix('torch.')}\n")
         else:
             raise self._refused(f"uses {name!r}, a {type(value).__name__} that is defined there")
 
@@ -102,8 +111,13 @@ class _Parts:
             raise self._refused(f"uses {name!r} of {str(file)!r}")
 
     def _source(self, value: type | FunctionType) -> str:
-        for code in _codes(value):
-            lines = linecache.getlines(code.co_filename)
+        places = [(code.co_filename, code.co_firstlineno) for code in _codes(value)]
+        if isinstance(value, type):  # which may have no code of its own
+            files = reversed([name for name in linecache.cache if "ipykernel" in name])
+            main = getattr(sys.modules[MAIN], "__file__", None)
+            places += [(file, 0) for file in (files if main is None else [main])]
+        for file, line in places:
+            lines = linecache.getlines(file)
             try:
                 body = ast.parse("".join(lines)).body
             except SyntaxError:  # of a notebook's magic commands
@@ -113,7 +127,7 @@ class _Parts:
                     continue
                 first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
                 last = node.end_lineno or first
-                if node.name == value.__name__ and first <= code.co_firstlineno <= last:
+                if node.name == value.__name__ and (first <= line <= last or not line):
                     return "".join(lines[first - 1 : last]).rstrip() + "\n\n"
         raise self._refused(f"needs {value.__qualname__!r}, whose source is not known")
 
@@ -154,6 +168,11 @@ def _importable(value: Any) -> tuple[str, str] | None:
         if isinstance(name, str) and known is not None and getattr(known, name, None) is value:
             return str(module), name
     return None
+
+
+def _given(value: Any) -> dict[str, Any]:
+    """Return the fields by which a dataclass's object is made again."""
+    return {one.name: getattr(value, one.name) for one in fields(value) if one.init}
 
 
 def _is_plain(value: Any) -> bool:

@@ -70,7 +70,7 @@ class DataSpec(Frozen):
     collate: Choice | None = None
     # Keys of rows that are dicts: the inputs, in the order of ``forward``'s arguments, and the
     # label, or several. Empty: found by their names.
-    inputs: tuple[str, ...] = ()
+    inputs: Words = ()
     label: Words = ()
     # Written as ``tail``, or as a data set, if they stay at the tail; None: the head sends them.
     labels: LabelsSpec | None = None

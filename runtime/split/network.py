@@ -181,10 +181,12 @@ def freeze_named(spec: NetworkSpec, network: nn.Module, names: Sequence[str]) ->
     for name in names:
         pattern = f"{name}.*" if name in modules else name
         if not any(fnmatchcase(one, pattern) for one in parameters):
-            known = [one for one in (*modules, *parameters) if one.count(".") == name.count(".")]
+            its = [one for one in (*modules, *parameters) if one]
+            inner = [one for one in its if one.endswith(f".{name}")]
+            known = inner or [one for one in its if one.count(".") == name.count(".")]
             raise UsageError(
                 f"{spec.target} has no parameters of {name!r} to freeze",
-                hint=suggestion(name, [one for one in known if one]),
+                hint=suggestion(name, known),
             )
         patterns.append(f"0.{WRAPPED}{pattern}")
     freeze(nn.Sequential(NetworkWrapper(network, spec)), patterns)

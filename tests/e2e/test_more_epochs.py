@@ -45,7 +45,7 @@ def train(folder: Path, epochs: int, schedule: str) -> Run:
 def test_two_epochs_and_two_more_are_four(site: Site) -> None:
     whole = train(site.folder, 4, FIXED)
     run = train(site.folder, 2, FIXED)
-    with pytest.raises(UsageError, match="has trained 2 epochs: 2 epochs in all add none"):
+    with pytest.raises(UsageError, match="has trained up to epoch 2: 'epochs: 2' adds none"):
         run.resume(epochs=2)
     assert run.state().phase == "finished"
     with pytest.raises(UsageError, match="--epochs 4"):
@@ -68,8 +68,11 @@ def test_two_epochs_and_two_more_are_four(site: Site) -> None:
     assert "epoch 5/5" in said
     last = Run.find(runs=site.folder / "runs")
     assert {spec.optimizer.args["lr"] for spec in last.record.specs()[1]} == {0.002}
-    with pytest.raises(UsageError, match="has finished what the chain asks for"):
-        Chain(site.folder / "chain.yaml").train(carry=last, settings={"lr": 0.002, "epochs": 5})
+    for carry in (last, last.name):
+        with pytest.raises(UsageError, match="has finished what the chain asks for"):
+            Chain(site.folder / "chain.yaml").train(
+                carry=carry, runs=site.folder / "runs", settings={"lr": 0.002, "epochs": 5}
+            )
 
 
 @pytest.mark.timeout(300)
@@ -105,5 +108,5 @@ def test_more_epochs_that_are_interrupted(site: Site) -> None:
     figures = site.json("status")
     assert (figures["state"], figures["epoch"], figures["epochs"]) == ("finished", 6, 6)
     assert [each.epoch for each in site.figures.evaluations] == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(UsageError, match="has trained 6 epochs"):
+    with pytest.raises(UsageError, match="has trained up to epoch 6: "):
         Run.open(site.latest.root).resume(epochs=6)

@@ -11,6 +11,7 @@ import pytest
 SCRIPT = """
 import math
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,18 @@ from dni_runtime.errors import SpecError
 from dni_runtime.resolve.describe import describe_modules, describe_settings, import_path
 
 WIDTH, NAMES = 6, ("even", "odd")
+DEVICE, KIND = torch.device("cpu"), torch.float32
 x = torch.ones(3)  # the name of a local variable below
 
+@dataclass
+class Config:
+    size: int = WIDTH
+    names: tuple = NAMES
+
+config = Config(size=9)
+
 def scaled(x: torch.Tensor) -> torch.Tensor:
-    return F.relu(x) / math.sqrt(WIDTH)
+    return F.relu(x.to(DEVICE, KIND)) / math.sqrt(config.size)
 
 def traced(function):
     return function
@@ -43,11 +52,14 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return scaled(self.linear(x)) + beside.ONE
 
+class Inner(Block):
+    pass
+
 class Net(Block):
     def __init__(self, size: int = WIDTH, depth: int = 1) -> None:
         super(Net, self).__init__(size)
         self.depth = depth
-        self.blocks = nn.Sequential(*(Block(size) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Inner(size) for _ in range(depth)))
 
     def forward(self, x: Any) -> Any:
         return self.blocks(super().forward(x))

@@ -199,8 +199,11 @@ def test_no_figures_are_guessed(tmp_path: Path) -> None:
     images(tmp_path / "raw.npz", 30, "float32")
     its = DataSpec.model_validate({"dataset": "its:rows"})
     data = {"dataset": "npz", "path": str(tmp_path / "raw.npz")}
-    with pytest.raises(UsageError, match="how the training's samples were normalised is not known"):
-        evaluation_data(data, its, tmp_path)
+    new = {**data, "path": str(tmp_path / "new.npz"), "labels": "none", "normalize": True}
+    np.savez(tmp_path / "new.npz", x_eval=np.ones((4, 3), np.float32))
+    for one in (data, new):
+        with pytest.raises(UsageError, match="how the training's samples were normalised is not"):
+            evaluation_data(one, its, tmp_path)
     ((x, _),) = evaluation_data({**data, "normalize": False}, its, tmp_path).eval_batches()
     assert torch.as_tensor(x).min() >= 30
 
@@ -255,6 +258,11 @@ def test_other_rows_are_read_by_the_same_keys(
     )
     other = {"dataset": "otherrows:rows", "train": {"root": "here"}, "evaluation": {"root": "here"}}
     ((x, y),) = evaluation_data(other, chains, tmp_path).eval_batches()
+    named = {**other, "dataset": sys.modules["otherrows"].rows}  # as Chain.split takes it
+    ((again, _),) = evaluation_data(named, chains, tmp_path).eval_batches()
+    assert torch.equal(torch.as_tensor(x), torch.as_tensor(again))
+    with pytest.raises(SpecError, match=r"'dataset' is a Linear: .*\n.*'evaluation': \{"):
+        evaluation_data(torch.nn.Linear(1, 1), chains, tmp_path)
     assert torch.as_tensor(x).tolist() == [[0, 0], [1, -1], [2, -2]]
     assert y.tolist() == [0, 1, 0]
     sys.modules.pop("otherrows")

@@ -123,6 +123,10 @@ def test_other_samples_of_an_own_class(dnictl: Dnictl, folder: Path) -> None:
         torch.testing.assert_close(
             torch.from_numpy(loaded(folder / "p.npz")["outputs"]), run.model()(2 * x)
         )
+    run.export("m.safetensors")
+    alone = "{dataset: own:Numbers, evaluation: {root: data/other, scale: 2}}"
+    dnictl("predict", "m.safetensors", "--data", alone, "-o", "q.npz")
+    assert loaded(folder / "q.npz")["outputs"].shape == (9, 10)
     chain = re.sub(
         r"dataset: digits.*100", "dataset: own:Numbers, train: {}, evaluation: {}", CHAIN
     )
@@ -163,6 +167,10 @@ def test_an_exported_file(dnictl: Dnictl, run: Checkpointed, folder: Path) -> No
     out = dnictl("predict", "m.safetensors", "--data", data, "-o", "q.npz").out
     assert out == "22 samples, wrote q.npz\n"
     assert list(loaded(folder / "q.npz")) == ["outputs"]
+    np.savez(folder / "new.npz", x_eval=x[8:].numpy())  # as those that somebody has to predict
+    data = data.replace("n.npz", "new.npz")
+    dnictl("predict", "m.safetensors", "--data", data, "-o", "new-p.npz")
+    np.testing.assert_allclose(loaded(folder / "new-p.npz")["outputs"], p, rtol=1e-5, atol=1e-6)
     assert "no data is named" in dnictl("predict", "m.safetensors").err
     result = dnictl("predict", "m.safetensors", "--data", "digits")
     assert result.code == 66

@@ -9,6 +9,7 @@ import torch
 from dni_runtime.data import describe, images, locate, open_data
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import DataSpec
+from dni_runtime.spec.data import LabelsSpec
 from tests.specs import float32, int64
 
 RNG = np.random.default_rng(0)
@@ -125,6 +126,23 @@ def test_small_integer_labels(tmp_path) -> None:
 def test_arrays_that_do_not_fit(tmp_path, contents, message: str) -> None:
     with pytest.raises(DataError, match=f"data.npz: .*{message}"):
         open_data(write(tmp_path, contents), tmp_path, seed=0)
+
+
+def test_samples_for_evaluation_alone(tmp_path) -> None:
+    """They can be predicted, as raw ones are by figures of a training, but not be trained on."""
+    contents = {name: one for name, one in arrays().items() if name.endswith("eval")}
+    spec = write(tmp_path, contents)
+    with pytest.raises(DataError, match="0 training samples do not fill one batch"):
+        describe(spec, tmp_path)
+    ((x, y),) = open_data(spec, tmp_path, seed=0, predicts=True).eval_batches()
+    assert (x.shape, y.tolist()) == ((4, 3, 4, 5), contents["y_eval"].tolist())
+    unlabelled = write(tmp_path, {"x_eval": contents["x_eval"]})
+    of_head = unlabelled.model_copy(update={"labels": LabelsSpec(dataset="npz")})
+    given = {"seed": 0, "half": "samples", "predicts": True}
+    ((x, y),) = open_data(of_head, tmp_path, **given).eval_batches()
+    assert (len(x), y.numel()) == (4, 0)
+    with pytest.raises(DataError, match=r"no array 'y_eval', only x_eval\n.*'labels: none'"):
+        describe(unlabelled, tmp_path)
 
 
 def test_missing_and_foreign_files(tmp_path) -> None:

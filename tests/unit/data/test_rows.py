@@ -90,6 +90,9 @@ def pad(rows, length=None):
     return {"ids": padded("ids"), "mask": padded("mask"),
             "labels": torch.tensor([row["label"] for row in rows])}
 
+def numbers(rows):
+    return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
+
 def pad_to(length):
     return lambda rows: pad(rows, length)
 
@@ -246,6 +249,7 @@ def test_rows_that_are_dicts(make: Any, tmp_path: Path) -> None:
     assert y.tolist() == [0, 1, 0, 1]
     source, batches = read(make("tokens", **counted(6), inputs=["ids"]), tmp_path)
     assert (source.info.samples, source.info.names) == ((int64(4),), ("ids",))
+    assert describe(make("tokens", **counted(6), inputs="ids"), tmp_path) == source.info
     assert batches[0][0].tolist() == ids.tolist()
     several = make("tokens", **counted(6), label=["label", "mask"])
     assert [one.shape for one in describe(several, tmp_path).labels] == [(), (4,)]
@@ -257,6 +261,9 @@ def test_rows_of_dicts_with_labels_beside_them(make: Any, tmp_path: Path) -> Non
     assert source.info.names == ("ids",)
     assert batches[0][0].tolist() == [[n, n + 1] for n in range(4)]
     assert batches[0][1].tolist() == [0, 1, 0, 1]
+    assert describe(make("pairs", **counted(6), inputs=["ids"], label=[]), tmp_path) == source.info
+    with pytest.raises(DataError, match="returns tuples, whose last part is the label: "):
+        describe(make("pairs", **counted(6), label="ids"), tmp_path)
 
 
 def test_rows_of_several_inputs_and_a_label(make: Any, tmp_path: Path) -> None:
@@ -283,9 +290,16 @@ def test_collate(make: Any, tmp_path: Path) -> None:
     expected = loader(tokens(6, ragged=True), collate_fn=pad_to(5))
     for ((ids, mask), y), one in zip(batches, expected, strict=True):
         assert all(map(torch.equal, (ids, mask, y), one.values()))
+    beside = {"import": "NAME:pad", "args": {"length": 5}}  # a function of the rows and of these
+    both = zip(batches, read(make("tokens", **ragged, collate=beside), tmp_path)[1], strict=True)
+    assert all(torch.equal(x, other) for ((x, _), _), ((other, _), _) in both)
     whole = r"'ids' of int64\[B x 4\], but the first was int64\[B x 3\]\n.*'padding: max_length'"
     with pytest.raises(DataError, match=whole):
         read(make("tokens", **ragged, collate="NAME:pad"), tmp_path)
+    with pytest.raises(
+        DataError, match=r"'str'.*\n.*rows have texts, 'text': if .*:numbers does no"
+    ):
+        read(make("tokens", **counted(6), collate="NAME:numbers"), tmp_path)
     with pytest.raises(SpecError, match=r"data\.collate: .* has no class or function 'gone'"):
         describe(make("tokens", **ragged, collate="NAME:gone"), tmp_path)
 

@@ -378,6 +378,8 @@ def test_what_is_frozen_has_no_interface_and_no_gradient(folder: Path) -> None:
     assert trained.parts[0].memory > 2 * chain.parts[0].memory
     with pytest.raises(UsageError, match=r"has no parameters of 'bb' to freeze\n.*'b'"):
         Chain.split("still:build", data=data, freeze=["bb"])
+    with pytest.raises(UsageError, match=r"'bias' to freeze\n.*allowed: a\.bias, b\.bias"):
+        Chain.split("still:build", data=data, freeze=["bias"])
     sys.modules.pop("still", None)
 
 

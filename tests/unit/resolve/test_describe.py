@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,12 @@ from torch import nn
 from dni_runtime.core.layers import build_layers
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.errors import SpecError
-from dni_runtime.resolve.describe import ModuleDescription, describe_modules, import_path
+from dni_runtime.resolve.describe import (
+    ModuleDescription,
+    describe_modules,
+    describe_settings,
+    import_path,
+)
 from dni_runtime.spec import LayerSpec
 
 MINE = """\
@@ -35,6 +42,13 @@ class Scale(nn.Module):
 
     def forward(self, x):
         return self.factor * self.inner(x)
+
+    @classmethod
+    def of(cls, width):
+        return cls(width)
+
+class Narrow(Scale):
+    pass
 
 class Settings:
     def __init__(self):
@@ -191,6 +205,26 @@ def test_what_workers_cannot_import(tmp_path: Path) -> None:
     notebook = type("Cell", (nn.Module,), {"__module__": "__main__"})
     with pytest.raises(SpecError, match="'Cell'"):
         import_path(notebook, tmp_path)
+
+
+def test_settings_as_a_script_has_them(tmp_path: Path, mine: str) -> None:
+    """Arrays are lists, a partial is its function with arguments; data sets are made by workers."""
+    times = importlib.import_module(mine).times
+    settings = {"collate": partial(times, factor=2), "weight": torch.tensor([1.0, 2.5])}
+    assert describe_settings({**settings, "lr": numpy.float32(0.5)}, tmp_path) == {
+        "collate": {"import": f"{mine}:times", "args": {"factor": 2}},
+        "weight": [1.0, 2.5],
+        "lr": 0.5,
+    }
+    for value in (partial(times, 2), torch.zeros(10_000)):
+        with pytest.raises(SpecError, match="a chain file holds numbers"):
+            describe_settings({"x": value}, tmp_path)
+    with pytest.raises(SpecError, match=r"'train': \{…\}, 'evaluation': \{…\}"):
+        describe_settings({"dataset": nn.Linear(1, 1)}, tmp_path)
+    narrow = importlib.import_module(mine).Narrow
+    assert import_path(narrow.of, tmp_path) == f"{mine}:Narrow.of", "though it is Scale's"
+    with pytest.raises(SpecError, match="lambda>', which has no name outside of functions"):
+        import_path(lambda rows: rows, tmp_path)
 
 
 def test_arguments_that_no_file_holds(tmp_path: Path) -> None:
