@@ -231,6 +231,29 @@ def test_clients_that_leave(network: Network, start: Start) -> None:
     assert figure(server, 'dni_requests_total{model="model",version="1",status="gone"}') == 40
 
 
+def test_a_client_that_leaves_is_noticed_at_once(network: Network, start: Start) -> None:
+    """By the next rounds of the loop; nothing of a request waits for a timer."""
+    server = start(network)
+    wait_ready(server, "1", 10)
+    version = server.call(server.versions.__getitem__, "1")
+    network.gate.clear()
+    with raw(server, posted(request_of((0, 0)))):
+        eventually("it is there", lambda: not version.idle, every_s=0.001)
+    rounds = [server.call(lambda: version.idle) for _ in range(20)]
+    assert rounds[-1]
+
+
+def test_a_client_that_leaves_after_a_large_body(network: Network, start: Start) -> None:
+    """Its connection must not stay paused, as it is while a large body comes."""
+    server = start(network)
+    wait_ready(server, "1", 10)
+    version = server.call(server.versions.__getitem__, "1")
+    network.gate.clear()
+    with raw(server, posted(request_of((0, 0), parameters={"note": "x" * 1_000_000}))):
+        eventually("it is there", lambda: not version.idle, every_s=0.01)
+    eventually("it has left", lambda: version.idle, every_s=0.01)
+
+
 def test_clients_that_have_gone_before_they_are_read(network: Network, start: Start) -> None:
     server = start(network)
     wait_ready(server, "1", 10)
