@@ -14,9 +14,10 @@ from math import ceil
 from typing import Any, ParamSpec, TypeVar, cast
 
 import httptools
+import orjson
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.serving.app import CLIENT, App, Client
@@ -261,7 +262,7 @@ class _Protocol(HttpToolsProtocol):
         if begun and self._received_bytes is not None:
             self._received_bytes += len(data)
             if self._received_bytes > _HEADERS_BYTES:
-                self.transport.close()
+                self._refuse(431, f"the headers have more than {_HEADERS_BYTES} bytes")
         if not self._client.whole and (self._answered or self._received_bytes is not None):
             self._begin()
         elif self._answered:
@@ -281,10 +282,21 @@ class _Protocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._deadline = None
-        if self._answered:
-            self.transport.close()
-        else:  # headers of the next request, beside one that is being computed
+        if not self._answered:  # headers of the next request, beside one that is being computed
             self._begin()
+        elif self._received_bytes is not None:
+            self._refuse(408, f"the headers have not come within {_HEADERS_S:g} s")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, text: str) -> None:
+        """End the connection; say why, unless another request's answer has to come first."""
+        if self._answered:
+            body = orjson.dumps({"error": text})
+            head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+            last = b"connection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[status] + head + last + body)
+        self.transport.close()
 
     def _end(self) -> None:
         self._received_bytes = None

@@ -317,8 +317,9 @@ def test_too_large_bodies(chunked: bool, network: Network, start: Start) -> None
 def test_slow_clients(network: Network, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_HEADERS_S", 0.5)
     server = start(network, deadline_s=1)
-    for head in (b"", b"POST /v2 HTTP/1.1\r\nhost:"):
+    for head, said in ((b"", b""), (b"POST /v2 HTTP/1.1\r\nhost:", b"HTTP/1.1 408 ")):
         with raw(server, head) as connection:
+            assert connection.recv(1000)[:13] == said
             assert connection.recv(1000) == b""
     with raw(server, posted(request_of((0, 0)), length=10_000)) as connection:
         answer = connection.recv(1000)
@@ -404,7 +405,8 @@ def test_the_next_requests_headers_do_not_end_the_one_before(
         time.sleep(1)
         network.gate.set()
         assert connection.recv(10_000).startswith(b"HTTP/1.1 200")
-        assert connection.recv(1) == b"", "then it is late"
+        assert connection.recv(10_000).startswith(b"HTTP/1.1 408 "), "then it is late"
+        assert connection.recv(1) == b""
 
 
 def test_endless_headers(network: Network, start: Start) -> None:
@@ -413,6 +415,17 @@ def test_endless_headers(network: Network, start: Start) -> None:
     with pytest.raises(OSError, match=r"reset|Broken pipe"):
         raw(server, endless)
     assert ask(server).status_code == 200
+
+
+def test_large_headers(network: Network, start: Start) -> None:
+    server = start(network)
+    with raw(server, b"GET /v2 HTTP/1.1\r\nname: ") as connection:
+        time.sleep(0.1)  # a read of its own
+        connection.sendall(b"a" * (server_module._HEADERS_BYTES + 1))
+        answer = connection.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert b"more than 65536 bytes" in answer
+        assert connection.recv(1000) == b""
 
 
 def test_a_token(network: Network, start: Start, tmp_path: Path) -> None:
