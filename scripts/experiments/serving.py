@@ -218,14 +218,14 @@ def leave(arguments: argparse.Namespace) -> None:
     train(folder, 64, 1)
 
     async def come_and_go(url: str, until: float, count: list[int], patience_s: float) -> None:
-        while time.monotonic() < until:
+        while (begin := time.monotonic()) < until:
             client = await Client.open(url)
             task = asyncio.create_task(client.ask(BODY))
             await asyncio.wait([task], timeout=patience_s)
             count[0] += not task.done()
             client.leave()
             await asyncio.gather(task, return_exceptions=True)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(begin + 0.1 - time.monotonic())  # all ask as often
 
     async def phase(url: str, title: str, others: int, patience_s: float) -> None:
         times: list[tuple[float, float]] = []
