@@ -10,7 +10,7 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
@@ -28,7 +28,8 @@ _logger = logging.getLogger(__name__)
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
+Response = tuple[int, bytes, list[tuple[bytes, bytes]]]
+"""Status, body and headers."""
 
 _JSON = (b"content-type", b"application/json")
 _BYTES = (b"content-type", b"application/octet-stream")
@@ -36,8 +37,8 @@ _TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 _HEADER_LENGTH = b"inference-header-content-length"
 _VERSION = "dni_runtime.version"
 """Where a request's scope has the version that answers it."""
-_WATCH_S = 0.05
-"""From then on a request's client is watched: most are answered earlier, and watching costs."""
+CLIENT = "dni_runtime.client"
+"""Where a request's scope has its client."""
 _BODIES = 8
 """So many of the largest bodies are held at once while they are received."""
 
@@ -46,12 +47,16 @@ class _GoneError(Exception):
     """The client has closed its connection."""
 
 
-class _Response(NamedTuple):
-    """What is sent to a client."""
+class Client:
+    """The client of a connection: its requests are answered one after the other."""
 
-    status: int
-    body: bytes
-    headers: Headers
+    whole = False  # all of the last request that has begun is received
+    waits: asyncio.Future[None] | None = None  # for an answer that is being computed
+
+    def leave(self) -> None:
+        """End what is computed for it."""
+        if self.waits is not None and not self.waits.done():
+            self.waits.set_exception(_GoneError())
 
 
 class App:
@@ -71,17 +76,16 @@ class App:
         self._requests: dict[str, RequestFigures] = {}  # by version; "" if it had none
         self._rates = None if settings.rate is None else Rates(settings.rate)
         self._receiving_bytes = 0
-        self._watching: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] != "http":
             raise ValueError("only HTTP is served")
-        begin = monotonic()
+        begin, path = monotonic(), scope["path"].split("/")[1:]
         try:
-            status, body, headers = await self._respond(scope, receive)
+            status, body, headers = await self._respond(path, scope, receive)
         except _GoneError:
-            self._count(scope, "gone", monotonic() - begin)
+            self._count(path, scope, "gone", monotonic() - begin)
             return
         except RequestError as error:
             status, body, headers = _error(error)
@@ -95,16 +99,16 @@ class App:
         if status == 408:
             headers.append((b"connection", b"close"))
         headers.append((b"content-length", b"%d" % len(body)))
-        self._count(scope, str(status), monotonic() - begin)
+        self._count(path, scope, str(status), monotonic() - begin)
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _respond(self, scope: Message, receive: Receive) -> _Response:
-        path, headers = scope["path"].split("/")[1:], dict(scope["headers"])
+    async def _respond(self, path: list[str], scope: Message, receive: Receive) -> Response:
+        headers = dict(scope["headers"])
         health = path[:2] == ["v2", "health"]
         if not health:
             self._authorize(headers)
-        posted = _asks(scope)
+        posted = _asks(path)
         if scope["method"] not in (("POST",) if posted else ("GET", "HEAD")):
             raise RequestError(405, f"the method here is {'POST' if posted else 'GET'}")
         match path:
@@ -119,7 +123,7 @@ class App:
                 )
             case ["metrics"]:
                 modules = await asyncio.to_thread(self._modules)
-                return _Response(200, self._page(modules).encode(), [_TEXT])
+                return (200, self._page(modules).encode(), [_TEXT])
             case ["v2", "models", self._settings.name, *rest]:
                 name = None
                 if len(rest) > 1 and rest[0] == "versions":
@@ -146,7 +150,7 @@ class App:
             hint = "send the header 'Authorization: Bearer TOKEN'"
             raise RequestError(401, "the token is missing or wrong", hint=hint)
 
-    def _ready(self, version: Version) -> _Response:
+    def _ready(self, version: Version) -> Response:
         if not version.ready:
             raise RequestError(503, f"version {version.name!r} is not ready: {version.problem}")
         return _json({"ready": True, "version": version.name})
@@ -159,10 +163,11 @@ class App:
 
     async def _infer(
         self, name: str | None, scope: Message, headers: dict[bytes, bytes], receive: Receive
-    ) -> _Response:
+    ) -> Response:
         if self._rates is not None:
             self._rates.admit(scope["client"][0], monotonic())
-        content = await self._body(headers, receive)
+        client: Client = scope[CLIENT]
+        content = await self._body(headers, receive, client.whole)
         # From here to the queue nothing is awaited: the versions stay as they are.
         version = self._versions.default if name is None else self._versions[name]
         scope[_VERSION], signature = version.name, version.engine.signature
@@ -170,13 +175,11 @@ class App:
         if name is None:
             version = self._versions.choose(request.id)  # it has the same signature
             scope[_VERSION] = version.name
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        watch = loop.call_later(_WATCH_S, self._watch, receive, future)
+        client.waits = asyncio.get_running_loop().create_future()
         try:
-            job = await version.answer(request, future)
+            job = await version.answer(request, client.waits)
         finally:
-            watch.cancel()
+            client.waits = None
         fields: dict[str, Any] = {"model_name": self._settings.name, "model_version": version.name}
         exits, parameters = set(job.exits), dict[str, Any]()
         if len(exits) > 1:
@@ -189,19 +192,12 @@ class App:
             fields["parameters"] = parameters
         body, length = write_response(request, job.outputs, signature, fields)
         if length is None:
-            return _Response(200, body, [_JSON])
-        return _Response(200, body, [_BYTES, (_HEADER_LENGTH, b"%d" % length)])
+            return (200, body, [_JSON])
+        return (200, body, [_BYTES, (_HEADER_LENGTH, b"%d" % length)])
 
-    def _watch(self, receive: Receive, future: asyncio.Future[None]) -> None:
-        """Notice from now on that a client has gone."""
-        task = asyncio.get_running_loop().create_task(_until_gone(receive, future))
-        self._watching.add(task)
-        task.add_done_callback(self._watching.discard)
-        future.add_done_callback(lambda _: task.cancel())
-
-    def _count(self, scope: Message, status: str, duration_s: float) -> None:
+    def _count(self, path: list[str], scope: Message, status: str, duration_s: float) -> None:
         """Count a request for outputs."""
-        if _asks(scope):
+        if _asks(path):
             name = scope.get(_VERSION, "")
             if name not in self._requests:
                 self._requests[name] = RequestFigures()
@@ -209,63 +205,65 @@ class App:
             figures.requests[status] = figures.requests.get(status, 0) + 1
             figures.request_s.add(duration_s)
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | bytearray:
+    async def _body(
+        self, headers: dict[bytes, bytes], receive: Receive, whole: bool
+    ) -> bytes | bytearray:
         """Return a request's body, of which no more than the limit is held."""
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise RequestError(415, "compressed requests are not supported")
-        limit, length = self._settings.max_body_bytes, headers.get(b"content-length", b"0")
-        too_large = RequestError(
-            413, f"the body has more than {limit} bytes", hint="send fewer rows in a request"
-        )
-        if len(length) > 18 or int(length) > limit:
-            raise too_large
-        body = bytearray()
+        length = headers.get(b"content-length", b"0")
+        if len(length) > 18 or int(length) > self._settings.max_body_bytes:
+            raise self._too_large
+        if whole:  # as usual: there is nothing to wait for
+            return await self._received(receive)
         try:
             async with asyncio.timeout(self._settings.deadline_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _GoneError
-                    piece: bytes = message.get("body", b"")
-                    more: bool = message.get("more_body", False)
-                    if len(body) + len(piece) > limit:
-                        raise too_large
-                    if not more and not body:
-                        return piece  # the usual case
-                    body += piece
-                    self._receiving_bytes += len(piece)
-                    if self._receiving_bytes > _BODIES * limit:
-                        raise RequestError(503, "too many large requests", retry_after_s=1)
-                    if not more:
-                        return body
+                return await self._received(receive)
         except TimeoutError:
             text = f"the request has not come within {self._settings.deadline_s:g} s"
             raise RequestError(408, text) from None
+
+    async def _received(self, receive: Receive) -> bytes | bytearray:
+        body, limit = bytearray(), self._settings.max_body_bytes
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _GoneError
+                piece: bytes = message.get("body", b"")
+                more: bool = message.get("more_body", False)
+                if len(body) + len(piece) > limit:
+                    raise self._too_large
+                if not more and not body:
+                    return piece
+                body += piece
+                self._receiving_bytes += len(piece)
+                if self._receiving_bytes > _BODIES * limit:
+                    raise RequestError(503, "too many large requests", retry_after_s=1)
+                if not more:
+                    return body
         finally:
             self._receiving_bytes -= len(body)
 
+    @property
+    def _too_large(self) -> RequestError:
+        text = f"the body has more than {self._settings.max_body_bytes} bytes"
+        return RequestError(413, text, hint="send fewer rows in a request")
 
-def _asks(scope: Message) -> bool:
+
+def _asks(path: list[str]) -> bool:
     """Whether a request is one for outputs; a model or a version may have the name ``infer``."""
-    path: list[str] = scope["path"].split("/")
-    return path[-1] == "infer" and len(path) in (5, 7)
+    return len(path) in (4, 6) and path[-1] == "infer"
 
 
-async def _until_gone(receive: Receive, future: asyncio.Future[None]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    if not future.done():
-        future.set_exception(_GoneError())
+def _json(document: dict[str, Any]) -> Response:
+    return (200, orjson.dumps(document), [_JSON])
 
 
-def _json(document: dict[str, Any]) -> _Response:
-    return _Response(200, orjson.dumps(document), [_JSON])
-
-
-def _error(error: RequestError) -> _Response:
+def _error(error: RequestError) -> Response:
     headers = [_JSON]
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % error.retry_after_s))
-    return _Response(error.status, orjson.dumps({"error": str(error)}), headers)
+    return (error.status, orjson.dumps({"error": str(error)}), headers)

@@ -213,14 +213,15 @@ def write_response(
             tail.append(tensor.contiguous().view(torch.uint8).numpy().tobytes())
             entry["parameters"] = {"binary_data_size": len(tail[-1])}
         else:
-            if tensor.is_floating_point() and not _finite(tensor):
+            values = _array(tensor)
+            if tensor.is_floating_point() and not _finite(values):
                 raise RequestError(
                     500,
                     "values are infinite or not a number, which JSON has no way to write",
                     place=f"output {name!r}",
                     hint='ask for its bytes: "parameters": {"binary_data": true}',
                 )
-            entry["data"] = _array(tensor).ravel()
+            entry["data"] = values.ravel()
         entries.append(entry)
     fields["outputs"] = entries
     text = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -288,18 +289,18 @@ def _from_numbers(
     except (TypeError, OverflowError) as error:
         raise _wrong(place, f"not all values are {datatype.name}: {error}") from None
     tensor = tensor.to(datatype.dtype)
-    if datatype.code == "f" and not _finite(tensor):
+    if datatype.code == "f" and not _finite(_array(tensor)):
         raise _wrong(place, f"a value is too large for {datatype.name}")
     return tensor
 
 
 def _array(tensor: Tensor) -> np.ndarray:
     """Return a tensor as an array; NumPy has no bfloat16."""
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).contiguous().numpy()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def _finite(tensor: Tensor) -> bool:
-    return bool(np.isfinite(_array(tensor)).all())  # torch's takes ten times as long
+def _finite(values: np.ndarray) -> bool:
+    return bool(np.isfinite(values).all())  # torch's takes ten times as long
 
 
 def _requested(

@@ -11,15 +11,16 @@ import threading
 import time
 from collections.abc import Callable
 from math import ceil
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import httptools
+import orjson
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from dni_runtime.errors import UnavailableError, UsageError
-from dni_runtime.serving.app import App
+from dni_runtime.serving.app import CLIENT, App, Client
 from dni_runtime.serving.settings import Settings
 from dni_runtime.serving.versions import Versions
 
@@ -196,20 +197,22 @@ class _Protocol(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None  # of what is being received beside bodies
     _received_bytes: int | None = None  # of headers, after the read that they began in
     _read, _again = 0, b""  # bytes up to an offer of another protocol; the request without it
-    _whole = False  # all of the last request that has begun is received
+    _first = True  # no request has come yet
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
+        self._client = Client()
         self._begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
         super().connection_lost(exc)
+        self._client.leave()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._begin()
-        self._whole = False
+        cast(dict[str, Any], self.scope)[CLIENT] = self._client
+        self._client.whole = False
         self._received_bytes = 0
 
     def on_headers_complete(self) -> None:
@@ -242,13 +245,17 @@ class _Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self._offers:
             return
-        self._whole = True
-        # The loop has not yet been told if the client has gone since; while the server is
-        # overloaded that is so for many, whose requests need not be read.
-        client = self.transport.get_extra_info("socket")
-        if client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) != _ESTABLISHED:
-            self.cycle.disconnected = True
+        self._client.whole = True
+        # The loop has not yet been told if the client has gone since it connected; while the
+        # server is overloaded that is so for many, whose requests need not be read.
+        if self._first:
+            self._first = False
+            client = self.transport.get_extra_info("socket")
+            if client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) != _ESTABLISHED:
+                self.cycle.disconnected = True
         super().on_message_complete()
+        if not self.pipeline:  # it may be paused, but shall notice that the client goes
+            self.flow.resume_reading()
 
     def data_received(self, data: bytes) -> None:
         begun, rest = self._received_bytes is not None, data
@@ -259,8 +266,8 @@ class _Protocol(HttpToolsProtocol):
         if begun and self._received_bytes is not None:
             self._received_bytes += len(data)
             if self._received_bytes > _HEADERS_BYTES:
-                self.transport.close()
-        if self._answered and not self._whole:
+                self._refuse(431, f"the headers have more than {_HEADERS_BYTES} bytes")
+        if not self._client.whole and (self._answered or self._received_bytes is not None):
             self._begin()
         elif self._answered:
             self._end()
@@ -279,10 +286,21 @@ class _Protocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._deadline = None
-        if self._answered:
-            self.transport.close()
-        else:  # headers of the next request, beside one that is being computed
+        if not self._answered:  # headers of the next request, beside one that is being computed
             self._begin()
+        elif self._received_bytes is not None:
+            self._refuse(408, f"the headers have not come within {_HEADERS_S:g} s")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, text: str) -> None:
+        """End the connection; say why, unless another request's answer has to come first."""
+        if self._answered:
+            body = orjson.dumps({"error": text})
+            head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+            last = b"connection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[status] + head + last + body)
+        self.transport.close()
 
     def _end(self) -> None:
         self._received_bytes = None

@@ -7,6 +7,7 @@
     scripts/experiments/serving.py hostile --requests 10000
     scripts/experiments/serving.py poison
     scripts/experiments/serving.py health --peers litserve=/path/to/venv
+    scripts/experiments/serving.py cut
 
 ``load`` asks servers of the same network in turns, by ``wrk`` (Debian's package) with 1, 8 and 64
 clients: the chain by four processes, ``--in-process``, uvicorn with nothing but the network, and
@@ -17,7 +18,9 @@ many that ask as often, each by a connection of its own, and wait for their answ
 ``hostile``: requests that are wrong in all ways (tensors, JSON, tokens, encodings, twenty at once,
 bodies that come a byte at a time), beside 8 clients that are not. ``poison``: one request in a
 hundred makes the first module fail; each of the others has to be answered. ``health``: what is said
-of a service one of whose processes is stopped (SIGSTOP) and goes on.
+of a service one of whose processes is stopped (SIGSTOP) and goes on. ``cut``: clients, front and
+the first two modules are at one end of a line that holds packets for 20 ms, the others at the other
+end (``peers/slow_link.py``); the line is down for 10 s.
 
 It is one file because all of it is one service's, trained and asked in the same way.
 """
@@ -30,6 +33,7 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import statistics
@@ -46,6 +50,7 @@ from urllib.request import urlopen
 
 import uvloop
 from clients import BODY, NAME, Client, keep_asking, percentile, wrk
+from peers.slow_link import INTERFACE, Line, Link, build_slow_link, open_link
 from servers import serving_others
 
 from dni_runtime.api.run import Run
@@ -72,9 +77,9 @@ def dnictl(folder: Path, *arguments: str, check: bool = True) -> subprocess.Comp
     return done
 
 
-def train(folder: Path, width: int, depth: int) -> None:
+def train(folder: Path, width: int, depth: int, settings: str = "") -> None:
     """Train a chain of four modules, and export it."""
-    text, features = CHAIN, 64
+    text, features = settings + CHAIN, 64
     for number in range(4):
         layers = []
         for _ in range(depth):
@@ -213,14 +218,14 @@ def leave(arguments: argparse.Namespace) -> None:
     train(folder, 64, 1)
 
     async def come_and_go(url: str, until: float, count: list[int], patience_s: float) -> None:
-        while time.monotonic() < until:
+        while (begin := time.monotonic()) < until:
             client = await Client.open(url)
             task = asyncio.create_task(client.ask(BODY))
             await asyncio.wait([task], timeout=patience_s)
             count[0] += not task.done()
             client.leave()
             await asyncio.gather(task, return_exceptions=True)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(begin + 0.1 - time.monotonic())  # all ask as often
 
     async def phase(url: str, title: str, others: int, patience_s: float) -> None:
         times: list[tuple[float, float]] = []
@@ -423,6 +428,73 @@ def health(arguments: argparse.Namespace) -> None:
             look("LitServe's worker", f"{others['LitServe']}/health", spawned(folder))
 
 
+SSH = """\
+#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+case $2 in near) exec {near} sh -c "$3";; far) exec {far} sh -c "$3";; esac
+"""
+
+
+def cut(arguments: argparse.Namespace) -> None:
+    """Take the line between the first modules and the others down for a while."""
+    folder = arguments.folder / "cut"
+    if arguments.line is None:  # this program once more, at the near end
+        folder.mkdir()
+        with open_link(build_slow_link(folder), Line(delay_ms=20)) as link:
+            line = ["--line", json.dumps(link.facts)]
+            command = [*link.enter(0), sys.executable, *sys.argv, *line]
+            subprocess.run(command, check=True)
+        return
+    link = Link(json.loads(arguments.line))
+    train(folder, 64, 1, f"links: {{interface: {INTERFACE}}}\n")
+    dnictl(folder, "exits", "trained")
+    near, far = (shlex.join(link.enter(end)) for end in (0, 1))
+    program = folder / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(SSH.format(near=near, far=far))
+    program.chmod(0o755)
+    os.environ["PATH"] = f"{program.parent}:{os.environ['PATH']}"
+    draw, begin = random.Random(arguments.seed), time.monotonic()
+    answers: list[tuple[float, float, int, bool, bool]] = []  # when, after, status, exit, marked
+
+    async def ask(url: str) -> None:
+        client = await Client.open(url)
+        while (at := time.monotonic() - begin) < 3 * arguments.seconds:
+            scale = draw.choice((1, 8))  # exits are surer of some
+            row = [draw.gauss(0, scale) for _ in range(64)]
+            tensor = {"name": "input", "datatype": "FP32", "shape": [1, 64], "data": row}
+            status, text = await client.ask(json.dumps({"inputs": [tensor]}).encode())
+            said = json.loads(text).get("parameters", {})
+            took = time.monotonic() - begin - at
+            answers.append((at, took, status, "exit" in said, "degraded" in said))
+            await asyncio.sleep(0.02)
+
+    async def disturb() -> None:
+        for moment, state in ((1, "down"), (2, "up")):
+            await asyncio.sleep(moment * arguments.seconds - (time.monotonic() - begin))
+            command = [*link.enter(1), "ip", "link", "set", INTERFACE, state]
+            subprocess.run(command, check=True)
+
+    async def all_of_it(url: str) -> None:
+        await asyncio.gather(disturb(), *(ask(url) for _ in range(8)))
+
+    options = ("--backend", "process", "--hosts", "near,far")
+    with served(folder, "trained", *options, "--exit-confidence", "0.5", "--exit-wait", "1") as url:
+        begin = time.monotonic()
+        asyncio.run(all_of_it(url))
+    for number, title in enumerate(("before", "while it is cut", "after")):
+        some = [one for one in answers if int(one[0] / arguments.seconds) == number]
+        failed, marked = sum(one[2] != 200 for one in some), sum(one[4] for one in some)
+        text = f"{title}: {len(some)} answers, {failed} failed, {marked} marked"
+        for early, which in ((True, "of exits"), (False, "of the whole")):
+            took = [one[1] for one in some if one[3] is early]
+            text += f"; {len(took)} {which}, p50 {percentile(took, 0.5):.0f} ms, "
+            text += f"p99 {percentile(took, 0.99):.0f} ms"
+        print(text, flush=True)
+    last = max((at + took for at, took, *_, marked in answers if marked), default=0.0)
+    print(f"the last marked answer: {last - 2 * arguments.seconds:.1f} s after the cut")
+
+
 def spawned(folder: Path) -> int:
     """The largest process in a folder that Python's multiprocessing has started."""
     sizes = {}
@@ -440,15 +512,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=["load", "kills", "leave", "hostile", "poison", "health"])
+    what = ["load", "kills", "leave", "hostile", "poison", "health", "cut"]
+    parser.add_argument("what", choices=what)
     parser.add_argument("--seconds", type=float, help="of one measurement")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=64, help="of kills")
     parser.add_argument("--requests", type=int, default=10_000, help="of hostile")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peers", nargs="*", default=[], metavar="litserve|mlserver=VENV")
+    parser.add_argument("--line", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.seconds = arguments.seconds or {"load": 4.0, "kills": 120.0}.get(arguments.what, 30.0)
+    seconds = {"load": 4.0, "kills": 120.0, "cut": 10.0}
+    arguments.seconds = arguments.seconds or seconds.get(arguments.what, 30.0)
     arguments.folder = Path(tempfile.mkdtemp(prefix="serving-"))
     uvloop.install()
     try:

@@ -231,6 +231,29 @@ def test_clients_that_leave(network: Network, start: Start) -> None:
     assert figure(server, 'dni_requests_total{model="model",version="1",status="gone"}') == 40
 
 
+def test_a_client_that_leaves_is_noticed_at_once(network: Network, start: Start) -> None:
+    """By the next rounds of the loop; nothing of a request waits for a timer."""
+    server = start(network)
+    wait_ready(server, "1", 10)
+    version = server.call(server.versions.__getitem__, "1")
+    network.gate.clear()
+    with raw(server, posted(request_of((0, 0)))):
+        eventually("it is there", lambda: not version.idle, every_s=0.001)
+    rounds = [server.call(lambda: version.idle) for _ in range(20)]
+    assert rounds[-1]
+
+
+def test_a_client_that_leaves_after_a_large_body(network: Network, start: Start) -> None:
+    """Its connection must not stay paused, as it is while a large body comes."""
+    server = start(network)
+    wait_ready(server, "1", 10)
+    version = server.call(server.versions.__getitem__, "1")
+    network.gate.clear()
+    with raw(server, posted(request_of((0, 0), parameters={"note": "x" * 1_000_000}))):
+        eventually("it is there", lambda: not version.idle, every_s=0.01)
+    eventually("it has left", lambda: version.idle, every_s=0.01)
+
+
 def test_clients_that_have_gone_before_they_are_read(network: Network, start: Start) -> None:
     server = start(network)
     wait_ready(server, "1", 10)
@@ -294,8 +317,9 @@ def test_too_large_bodies(chunked: bool, network: Network, start: Start) -> None
 def test_slow_clients(network: Network, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_HEADERS_S", 0.5)
     server = start(network, deadline_s=1)
-    for head in (b"", b"POST /v2 HTTP/1.1\r\nhost:"):
+    for head, said in ((b"", b""), (b"POST /v2 HTTP/1.1\r\nhost:", b"HTTP/1.1 408 ")):
         with raw(server, head) as connection:
+            assert connection.recv(1000)[:13] == said
             assert connection.recv(1000) == b""
     with raw(server, posted(request_of((0, 0)), length=10_000)) as connection:
         answer = connection.recv(1000)
@@ -381,7 +405,8 @@ def test_the_next_requests_headers_do_not_end_the_one_before(
         time.sleep(1)
         network.gate.set()
         assert connection.recv(10_000).startswith(b"HTTP/1.1 200")
-        assert connection.recv(1) == b"", "then it is late"
+        assert connection.recv(10_000).startswith(b"HTTP/1.1 408 "), "then it is late"
+        assert connection.recv(1) == b""
 
 
 def test_endless_headers(network: Network, start: Start) -> None:
@@ -390,6 +415,17 @@ def test_endless_headers(network: Network, start: Start) -> None:
     with pytest.raises(OSError, match=r"reset|Broken pipe"):
         raw(server, endless)
     assert ask(server).status_code == 200
+
+
+def test_large_headers(network: Network, start: Start) -> None:
+    server = start(network)
+    with raw(server, b"GET /v2 HTTP/1.1\r\nname: ") as connection:
+        time.sleep(0.1)  # a read of its own
+        connection.sendall(b"a" * (server_module._HEADERS_BYTES + 1))
+        answer = connection.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert b"more than 65536 bytes" in answer
+        assert connection.recv(1000) == b""
 
 
 def test_a_token(network: Network, start: Start, tmp_path: Path) -> None:
