@@ -163,7 +163,7 @@ class UserSplit(Split):
                 hint="return a sample and a label from __getitem__, or a dict with both",
             )
         *inputs, label = batch
-        if self._spec.label:
+        if self._spec.label and isinstance(inputs[0], Mapping):  # else all keys are refused later
             raise DataError(
                 f"data set {self._name!r} returns tuples, whose last part is the label: "
                 "'data.label' names a key of rows that are dicts",
