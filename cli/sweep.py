@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -163,7 +163,11 @@ def _go_on(runs: Path, start: Callable[[Variant], Run], variant: Variant) -> Run
     if not (root / "run.json").exists():
         return start(variant)
     run = Run.open(root)
-    same = _texts(variant.prepared.sources) == _texts(run.directory.source_files)
+    kept = run.directory.source_files  # and what Python has compiled of them
+    same = all(
+        name in kept and kept[name].read_bytes() == file.read_bytes()
+        for name, file in variant.prepared.sources.items()
+    )
     if not same or read_json(run.directory.chain) != variant.prepared.chain.model_dump(mode="json"):
         raise UsageError(
             f"run {run.name!r} was started from another version of the chain, or of its files",
@@ -173,10 +177,6 @@ def _go_on(runs: Path, start: Callable[[Variant], Run], variant: Variant) -> Run
     if not state.active and state.phase != "finished":
         run.resume()
     return run
-
-
-def _texts(files: Mapping[str, Path]) -> dict[str, bytes]:
-    return {name: file.read_bytes() for name, file in files.items()}
 
 
 def _train(

@@ -32,6 +32,8 @@ def test_runs_of_other_code_are_not_taken_for_its_own(
 
     run = create_run(folder / "runs" / variant().run, variant().prepared, backend="process")
     ended(Run.open(run.root).record, "finished", 0)
+    (run.sources / "__pycache__").mkdir()
+    (run.sources / "__pycache__" / "swept.cpython-311.pyc").touch()  # by its workers
     assert _go_on(folder / "runs", started, variant()).directory == run
     source.write_text("from torch.nn import Tanh as Act\n")
     with pytest.raises(UsageError, match="another version of the chain, or of its files"):
