@@ -50,22 +50,25 @@ class Tree:
             self._bench = subprocess.Popen(
                 [*command, *endless, *how, "--folder", folder], cwd=root, stdout=log, stderr=log
             )
-        run = self._run(folder)
+        self._folder = folder
+
+    def begin(self) -> None:
+        """Wait until the windows are full, and stop."""
+        run = self._run()
         self._ledger = run / "ledger" / f"{MODULES[-1]}.json"
         records = (run / "workers" / f"{module}.json" for module in MODULES)
         self._pids = [json.loads(record.read_text())["pid"] for record in records]
         self._signal(signal.SIGSTOP)
 
-    def _run(self, folder: Path) -> Path:
+    def _run(self) -> Path:
         """The run directory, when its windows are full."""
         deadline = time.monotonic() + START_S
         while self._bench.poll() is None and time.monotonic() < deadline:
-            for ledger in folder.glob(f"*/run/ledger/{MODULES[-1]}.json"):
+            for ledger in self._folder.glob(f"*/run/ledger/{MODULES[-1]}.json"):
                 counts = Counts.read(ledger)
                 if counts is not None and counts.id >= FILLED:
                     return ledger.parents[1]
             time.sleep(0.2)
-        self.end()
         raise SystemExit(f"no chain of two modules has begun:\n{self._log.read_text()}")
 
     def _signal(self, number: int) -> None:
@@ -116,6 +119,7 @@ def main() -> int:
     arguments = parser.parse_args()
     how = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in
            ("network", "delay-ms", "window")]  # fmt: skip
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" ignores it, for all
     slower = False
     for contender in arguments.contenders.split(","):
         with tempfile.TemporaryDirectory(prefix="dni-trees-") as name, contextlib.ExitStack() as up:
@@ -124,6 +128,7 @@ def main() -> int:
                 (folder := Path(name, str(which))).mkdir()
                 trees.append(Tree(root.resolve(), folder, contender, how))
                 up.callback(trees[-1].end)
+                trees[-1].begin()
             for turn in range(max(round(arguments.seconds / TURN_S), 2)):
                 for tree in reversed(trees) if turn % 2 else trees:
                     tree.turn()

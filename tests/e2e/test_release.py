@@ -244,7 +244,7 @@ def test_the_same_run_makes_the_same_release(trained: Site, tmp_path: Path) -> N
 
 
 def test_versions_share_layers(trained: Site, hub: Registry, tool: Apptainer) -> None:
-    """Ten versions: the base once, and of each what is its own."""
+    """Later versions bring what is their own; ten of them: ``test_versions.py``."""
     store = trained.store
     trained.release("1.0")
     trained.run("push", "digits:1.0", f"oci://{hub.host}/models/digits")
@@ -252,7 +252,7 @@ def test_versions_share_layers(trained: Site, hub: Registry, tool: Apptainer) ->
         int(path.name) for path in (trained.folder / "runs/trained/checkpoints").iterdir()
     )
     grown = []
-    for number, cut in enumerate(cuts[:-1]):
+    for number, cut in enumerate(cuts[-3:-1]):
         before = hub.bytes()
         name, record = f"digits:3.{number}", Record.read(trained.folder / "runs/trained")
         images = trained.folder / "images"
@@ -263,15 +263,15 @@ def test_versions_share_layers(trained: Site, hub: Registry, tool: Apptainer) ->
         grown.append(hub.bytes() - before)
     base, *_ = (blob for blob in store.layout.blobs(index) if blob.media_type == BASE)
     weights = sum(blob.size for blob in store.layout.blobs(index) if blob.media_type == WEIGHTS)
-    assert len(grown) == 9
+    assert len(grown) == 2
     assert all(weights < growth < weights + 100_000 < base.size / 100 for growth in grown)
 
-    changed = {row["what"] for row in trained.json("diff", "digits:3.7", "digits:3.8")}
+    changed = {row["what"] for row in trained.json("diff", "digits:3.0", "digits:3.1")}
     assert {"checkpoint", "figures.loss", "image of top: weight"} <= changed
     assert not {what for what in changed if what.endswith((": base", ": layer"))}
-    freed = store.remove("digits:3.7")
+    freed = store.remove("digits:3.0")
     assert weights < freed < weights + 100_000
-    trained.run("predict", "digits:3.8")
+    trained.run("predict", "digits:3.1")
 
 
 def test_a_release_does_not_change(

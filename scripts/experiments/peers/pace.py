@@ -25,7 +25,7 @@ from dni_runtime.spec.replicas import tails_of
 from dni_runtime.supervise.journal import failure
 from dni_runtime.supervise.start import Launch
 from dni_runtime.supervise.supervisor import Supervisor
-from peers.processes import PROCESS_LIMIT_S, Timing
+from peers.processes import Timing
 
 ENDLESS = {"epochs": 1_000_000, "eval_every": 0, "checkpoint": {"every_epochs": 0}}
 """Settings of a chain that only trains, until it is stopped."""
@@ -79,14 +79,14 @@ def measure_pace(
     """The pace of each worker of a chain without end, and samples per second at its tails."""
     tails = tails_of(prepared.names)
     fill = 2 * prepared.chain.links.window
-    deadline = time.monotonic() + PROCESS_LIMIT_S
+    deadline = time.monotonic() + timing.limit_s
 
     def between(run: RunDir) -> tuple[TrainLine, TrainLine] | None:
         return reports(list(read_metrics(run.metrics(tails[0]), TrainLine)), timing, fill)
 
     def enough(run: RunDir) -> bool:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"its pace was not known within {PROCESS_LIMIT_S} s")
+            raise RuntimeError(f"its pace was not known within {timing.limit_s:.0f} s")
         return between(run) is not None
 
     run = run_until(root, prepared, prefixes, enough)

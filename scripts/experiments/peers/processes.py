@@ -19,7 +19,7 @@ from peers.contenders import SINGLE, Contender
 from peers.networks import NETWORKS, data_spec
 from peers.slow_link import INTERFACE, Link
 
-PROCESS_LIMIT_S = 300
+_START_AND_END_S = 300  # longest, of a contender
 _PROGRAM = Path(__file__).with_name("process.py")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -30,6 +30,11 @@ class Timing:
 
     warmup_s: float  # before timing starts
     seconds: float  # that are timed
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which a contender has failed."""
+        return self.warmup_s + self.seconds + _START_AND_END_S
 
 
 @dataclass(frozen=True)
@@ -138,11 +143,11 @@ def measure_peer(
         "warmup_s": timing.warmup_s,
         "seconds": timing.seconds,
     }
-    deadline = time.monotonic() + PROCESS_LIMIT_S
+    deadline = time.monotonic() + timing.limit_s
     with started(contender, modules, job, folder, link) as peer:
         while peer.running():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"did not end within {PROCESS_LIMIT_S} s")
+                raise RuntimeError(f"did not end within {timing.limit_s:.0f} s")
             time.sleep(0.05)
         answers = [lines[-1] for lines in peer.lines()]
     seconds = max(answer["seconds"] for answer in answers)
