@@ -350,7 +350,8 @@ def _message(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, str | N
     if kind == "string_pattern_mismatch" and context["pattern"] in WORDS:
         return f"{value!r} is not {WORDS[context['pattern']]}", None
     if kind in _EXPECTED:
-        return f"{value!r} is not {_EXPECTED[kind].format(**context)}", None
+        hint = suggestion("", _fields_at(model, location)) if kind == "model_type" else None
+        return f"{value!r} is not {_EXPECTED[kind].format(**context)}", hint
     return f"{value!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}", None
 
 

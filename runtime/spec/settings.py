@@ -70,8 +70,10 @@ def find_setting(name: str, chain: ChainSpec) -> str:
         return name
     known = sorted({path.rpartition(".")[2] for path in allowed})
     hint = suggestion(last, known) or "'dnictl config' shows its settings"
-    if name == "lr":
+    if last in ("lr", "learning_rate"):
         hint = "it names no optimizer yet, so give it one: 'optimizer={Adam: {lr: 0.01}}'"
+        if "lr" in known:
+            hint = "an optimizer's is 'lr'"
     raise UsageError(f"the chain has no setting {name!r}", hint=hint)
 
 

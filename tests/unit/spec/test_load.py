@@ -59,6 +59,12 @@ def test_exponents_are_numbers_and_words_stay_words() -> None:
             "links.window",
             ["0 is not at least 1"],
         ),
+        (
+            ("optimizer: {Adam: {lr: 1e-3}}", "clip: 1.0"),
+            3,
+            "defaults.clip",
+            ["1.0 is not a mapping", "allowed: norm, value"],
+        ),
         (("name: mlp", "name: mlp\nlinks: {transport: udp}"), 2, None, ["'udp'", "'ipc'"]),
         (("name: mlp", "name: mlp\nlinks: {transport: ipc, port: 5000}"), 2, "links", ["'tcp'"]),
         (

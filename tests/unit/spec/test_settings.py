@@ -51,6 +51,7 @@ def test_a_name_means_one_setting(text: str, path: str, values: list[Any]) -> No
     ("text", "words"),
     [
         ("sed=1", "did you mean 'seed'?"),
+        ("learning_rate=1", "an optimizer's is 'lr'"),
         ("weight_decay=1", "the chain has no setting 'weight_decay'"),
         ("out_features=1", "modules.bottom.layers.0.Linear.out_features, modules.top"),
         ("seed=", "'seed=' has no values"),
