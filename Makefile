@@ -10,7 +10,7 @@ AS_USER := scripts/as-user -- $(MAKE) --no-print-directory
 export DNI_APPTAINER_PREFIX PYTHON TORCH
 .DEFAULT_GOAL := help
 
-.PHONY: help beside demo test e2e nightly gpu check wheelcheck system demo-here test-here gpu-here check-here wheelcheck-here clean
+.PHONY: help beside demo test e2e nightly gpu check wheelcheck system demo-here test-here gpu-here check-here wheelcheck-here vision-here clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,7 @@ e2e: ## Run the tests with real workers, containers and Slurm
 nightly: ## Run what CI has no time for: the whole demo, experiments, hundreds of seeds, and mends that are taken out
 	@[ "$$(id -u)" -ne 0 ] || { command -v podman && command -v runc; } >/dev/null || apt-get -q -y --no-install-recommends install podman runc catatonit >/dev/null
 	@$(MAKE) --no-print-directory demo
+	@$(AS_USER) vision-here
 	@$(MAKE) --no-print-directory test TESTS='$(BESIDE) tests/nightly'
 
 gpu: system ## Run the tests that need a GPU, here
@@ -69,6 +70,10 @@ test-here: $(VENV)/ready
 gpu-here: $(VENV)/ready
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"torch {torch.__version__} sees no GPU")'
 	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python -m pytest -m gpu tests
+
+vision-here: $(VENV)/ready # of the index that torch is of: the operators of another build do not load, and stop transformers
+	@index="$$(cat $(VENV)/torch-index)"; $(BIN)/python -m pip install --quiet --no-compile $${index:+--extra-index-url "$$index"} '$(TORCH)' torchvision
+	@$(BIN)/python -c 'import torchvision' 2>/dev/null || $(BIN)/python -m pip uninstall --quiet --yes torchvision
 
 check-here: $(VENV)/ready build/typed
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
