@@ -184,12 +184,13 @@ def _text(workers: Sequence[WorkerSpec], counts: dict[str, int]) -> Iterator[str
 
 
 def _mermaid(workers: Sequence[WorkerSpec], counts: dict[str, int]) -> Iterator[str]:
+    ids = {worker.module: f"m{number}" for number, worker in enumerate(workers, 1)}
     yield "flowchart TD"
-    for worker in workers:
-        yield f'  {worker.module}["{worker.module}<br>{_says(worker, counts)}"]'
+    for worker in workers:  # by numbers: 'end' is a word of its own there
+        yield f'  {ids[worker.module]}["{worker.module}<br>{_says(worker, counts)}"]'
     for worker in workers:
         for edge in worker.targets:
-            yield f'  {worker.module} -->|"{_carries(edge)}"| {edge.target}'
+            yield f'  {ids[worker.module]} -->|"{_carries(edge)}"| {ids[edge.target]}'
 
 
 @click.command()

@@ -112,7 +112,12 @@ class Chain:
         check_place(path, _WRITTEN)
         settings = describe_settings(settings, folder)
         described = describe_modules(modules, folder)
-        defaults = settings.get("defaults", {})
+        defaults = settings.get("defaults") or {}
+        if not isinstance(defaults, Mapping):
+            raise UsageError(
+                f"'defaults' is {defaults!r}, not a mapping",
+                hint="for example: {'optimizer': {'Adam': {'lr': 0.001}}}",
+            )
         document = {
             "name": named_after(path.stem) or "chain",
             **settings,

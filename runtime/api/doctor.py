@@ -84,7 +84,8 @@ def examine_hosts(
     found: dict[str, list[Check]] = {}
     for host, done in on_each(commands, _NODE_TIMEOUT_S, environ).items():
         try:
-            answer = done.stdout[done.stdout.find("{") :]  # a host's shell may greet before
+            # A host's shell may greet before.
+            answer = "{" + f"\n{done.stdout}".rpartition("\n{")[2]
             found[host] = [Check(**check) for check in json.loads(answer)["checks"]]
         except (ValueError, TypeError, KeyError):
             told = [line for line in done.stderr.splitlines() if not line.startswith("srun: ")]

@@ -61,6 +61,11 @@ def used(info: DataInfo, spec: DataSpec) -> DataInfo:
                 )
             train_samples -= eval_samples
     train_samples = _least(train_samples, spec.train_limit)
+    if train_samples == 0:
+        raise DataError(
+            f"data set {spec.dataset!r} has no training samples",
+            hint="'x_train' and 'y_train' of an .npz file, say; 'dnictl predict' needs none",
+        )
     if train_samples is not None and spec.train_batches(train_samples) == 0:
         raise DataError(
             f"data set {spec.dataset!r}: {train_samples} training samples do not fill one batch of "

@@ -125,7 +125,7 @@ def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_host_may_greet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     programs = {
-        "ssh": 'echo Welcome\nexec sh -c "${@: -1}"',
+        "ssh": 'echo "Welcome {to"\necho "{a}"\nexec sh -c "${@: -1}"',
         "python": """echo '{"checks": [{"name": "cpu", "status": "ok", "detail": "2"}]}'""",
     }
     for name, text in programs.items():

@@ -255,3 +255,6 @@ def test_settings_are_what_a_file_holds(tmp_path: Path, monkeypatch: pytest.Monk
     assert chain.prepared.workers[0].optimizer.args == {"lr": 0.5}
     with pytest.raises(SpecError, match=r"(?s)'loss' is a MSELoss.*'import': Class"):
         Chain.from_modules({"a": nn.Linear(64, 10)}, data=DIGITS, loss=nn.MSELoss())
+    with pytest.raises(UsageError, match="'defaults' is 3, not a mapping"):
+        Chain.from_modules({"a": nn.Linear(64, 10)}, data=DIGITS, defaults=3)
+    assert Chain.from_modules({"a": nn.Linear(64, 10)}, data=DIGITS, defaults=None).modules == ["a"]

@@ -55,6 +55,19 @@ def test_a_template_is_written_as_a_whole(dnictl: Dnictl, folder: Path, existing
     assert (folder / existing).read_text() == "mine"
 
 
+def test_a_drawing_may_name_any_module(dnictl: Dnictl, write_chain: WriteChain) -> None:
+    """``end`` ends a subgraph in Mermaid's own words."""
+    path = write_chain()
+    path.write_text(path.read_text().replace("name: top", "name: end"))
+    drawn = dnictl("graph", path, "--format", "mermaid")
+    assert drawn.out.splitlines() == [
+        "flowchart TD",
+        '  m1["bottom<br>2,144 parameters, mixed"]',
+        '  m2["end<br>330 parameters, loss"]',
+        '  m1 -->|"float32[B x 32]"| m2',
+    ]
+
+
 def test_validate(dnictl: Dnictl, write_chain: WriteChain) -> None:
     path = write_chain()
     result = dnictl("validate", path)

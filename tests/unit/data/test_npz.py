@@ -132,7 +132,7 @@ def test_samples_for_evaluation_alone(tmp_path) -> None:
     """They can be predicted, as raw ones are by figures of a training, but not be trained on."""
     contents = {name: one for name, one in arrays().items() if name.endswith("eval")}
     spec = write(tmp_path, contents)
-    with pytest.raises(DataError, match="0 training samples do not fill one batch"):
+    with pytest.raises(DataError, match="has no training samples"):
         describe(spec, tmp_path)
     ((x, y),) = open_data(spec, tmp_path, seed=0, predicts=True).eval_batches()
     assert (x.shape, y.tolist()) == ((4, 3, 4, 5), contents["y_eval"].tolist())

@@ -95,12 +95,17 @@ def test_batches_of_one_by_choice_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "keywords"), [(3, {"drop_last": True}), (1, {}), (0, {}), (10, {"train_limit": 1})]
+    ("samples", "keywords"), [(3, {"drop_last": True}), (1, {}), (10, {"train_limit": 1})]
 )
 def test_less_than_one_batch_is_an_error(samples: int, keywords: dict[str, object]) -> None:
     hint = "drop_last: false" if keywords.get("drop_last") else "left out.*data.batch_size: 1"
     with pytest.raises(DataError, match=rf"do not fill one batch of 4.*\n.*{hint}"):
         source(samples, **keywords)
+
+
+def test_no_training_samples_are_an_error() -> None:
+    with pytest.raises(DataError, match="has no training samples"):
+        source(0)
 
 
 def test_too_few_samples_show_before_anything_is_loaded() -> None:

@@ -91,7 +91,7 @@ MASKS = RNG.integers(0, 3, (24, 4, 4))
         ({"y": Y, **BCE}, DataError, r"y_train\[2\] is 2, but BCEWithLogitsLoss takes 0 to 1"),
         ({"y": X[:, :1], "more": "metrics: [mae]"}, SpecError, "number of a class"),
         ({"y": X[:, 0], **ONE, "loss": f"{{import: '{__name__}:Paired'}}"}, SpecError, "one shape"),
-        ({"x": X[:0], "y": Y[:0]}, DataError, "0 training samples do not fill one batch"),
+        ({"x": X[:0], "y": Y[:0]}, DataError, "has no training samples"),
         ({"loss": f"{{import: '{__name__}:Root'}}"}, SpecError, "the loss of the first samples is"),
         ({"y": at(Y % 2, 0, 0), "loss": "BCELoss", "x": 99 * X, **ONE}, SpecError,
          "BCELoss takes outputs from 0 to 1.*'Sigmoid'"),
