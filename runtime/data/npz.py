@@ -27,7 +27,8 @@ Array = npt.NDArray[Any]
 _NAMES = ("x_train", "y_train", "x_eval", "y_eval")
 _HINT = (
     "write it with numpy.savez(path, x_train=…, y_train=…, x_eval=…, y_eval=…): "
-    "numbers, one sample per row; to predict, x_eval alone will do, with 'labels: none'"
+    "numbers, one sample per row; the first two will do with 'data.validation'; to predict, x_eval "
+    "alone, with 'labels: none'"
 )
 
 
@@ -47,15 +48,19 @@ def find_npz(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
     with _opened(path) as archive:
         absent = {"samples": "y", "labels": "x"}.get(half or "", "")
         names = [name for name in _NAMES if not absent or name[0] != absent]
+        alone = None  # the part that is all there is
         if "x_eval" in archive.files and not {"x_train", "y_train"} & {*archive.files}:
-            names = [name for name in names if name.endswith("eval")]
+            alone = "eval"
+        elif spec.validation is not None and not {"x_eval", "y_eval"} & {*archive.files}:
+            alone = "train"
+        names = [name for name in names if alone in (None, name[2:])]
         shapes = {name: _header(path, archive, name) for name in names}
         counts = {name[2:]: shapes[name][0][0] for name in names}
         nothing = {
             name: np.empty((counts.get(name[2:], 0), *shape[1:]), dtype)
             for name in _NAMES
             if name not in shapes
-            for shape, dtype in [shapes.get(f"{name[0]}_eval", ((0, 0), np.dtype("f4")))]
+            for shape, dtype in [shapes.get(f"{name[0]}_{alone}", ((0, 0), np.dtype("f4")))]
         }
         shapes |= {name: (one.shape, one.dtype) for name, one in nothing.items()}
         _check(path, shapes)

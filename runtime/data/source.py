@@ -50,7 +50,7 @@ def used(info: DataInfo, spec: DataSpec) -> DataInfo:
     train_samples, eval_samples = info.train_samples, _least(info.eval_samples, spec.eval_limit)
     test_samples = None
     if spec.validation is not None:
-        eval_samples, test_samples = None, eval_samples
+        eval_samples, test_samples = None, eval_samples or None
         if train_samples is not None:
             eval_samples = spec.held_out(train_samples)
             if eval_samples >= train_samples:
@@ -105,7 +105,8 @@ class DataSource:
     ) -> None:
         counts = {"train_samples": len(train), "eval_samples": len(evaluation)}
         self.info = used(info.model_copy(update=counts), spec)  # with the samples that are used
-        self.has_test = spec.validation is not None  # evaluations use held-out training samples
+        self.holds_out = spec.validation is not None  # evaluations use held-out training samples
+        self.has_test = self.holds_out and len(evaluation) > 0
         self._train, self._evaluation, self._spec, self._seed = train, evaluation, spec, seed
         self._augment = augment
         self._ordered: tuple[tuple[str, int], Sequence[Tensor]] = ("", 0), ()
@@ -130,18 +131,18 @@ class DataSource:
         info, train, evaluation = self.info, self._train, self._evaluation
         numbers_N = torch.arange(len(train))
         held_N = numbers_N[:0]
-        if self.has_test:
+        if self.holds_out:
             held_N = self._drawn(train, numbers_N, info.eval_samples or 0, 1, last=True)
             rest_N = torch.ones(len(train), dtype=torch.bool)
             rest_N[held_N] = False
             numbers_N = numbers_N[rest_N]
         evaluation_N = torch.arange(len(evaluation))
-        count = (info.test_samples if self.has_test else info.eval_samples) or 0
+        count = (info.test_samples if self.holds_out else info.eval_samples) or 0
         evaluation_N = self._drawn(evaluation, evaluation_N, count, 3)
         return {
             "train": self._drawn(train, numbers_N, info.train_samples or 0, 2),
-            "eval": held_N if self.has_test else evaluation_N,
-            "test": evaluation_N if self.has_test else evaluation_N[:0],
+            "eval": held_N if self.holds_out else evaluation_N,
+            "test": evaluation_N if self.holds_out else evaluation_N[:0],
         }
 
     def _drawn(
@@ -197,7 +198,7 @@ class DataSource:
         return self.batches("eval", 0, start)
 
     def test_batches(self, start: int = 0) -> Iterator[Batch]:
-        """Yield the batches of the test set, likewise; none if there is no validation part."""
+        """Yield the batches of the test set, likewise; none if there is no test set."""
         return self.batches("test", 0, start)
 
     def evaluated(self) -> tuple[Iterator[Batch], Tensor]:
@@ -257,7 +258,7 @@ class DataSource:
 
     def _evaluates(self, split: str) -> bool:
         """Whether ``eval`` or ``test`` has evaluation samples, not some held out of training."""
-        return split == "test" or (split == "eval" and not self.has_test)
+        return split == "test" or (split == "eval" and not self.holds_out)
 
     def _epoch(self, epoch: int) -> tuple[Split, Sequence[Tensor]]:
         """Return the training samples as an epoch uses them, and their order by batches."""

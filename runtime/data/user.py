@@ -49,7 +49,7 @@ def with_path(spec: DataSpec, base: Path) -> DataSpec:
     places = {
         (part, key): place
         for part in ("args", "train", "evaluation")
-        for key, place in paths_in(getattr(spec, part), root).items()
+        for key, place in paths_in(getattr(spec, part) or {}, root).items()
     }
     if not places:
         return spec
@@ -104,10 +104,11 @@ def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
     collate = _find_collate(spec, base)
     with _same_draws():
         start = _states()
-        train, evaluation = (
+        made = [
             _make(spec, target, arguments, needed=number == 0)
             for number, arguments in enumerate(_arguments(spec, base, path))
-        )
+        ]
+        train, evaluation = made if len(made) > 1 else (made[0], Subset(made[0], []))
         drawn = _states() != start
     if drawn:
         _check_apart(spec, train, evaluation)
@@ -216,8 +217,10 @@ def _find_collate(spec: DataSpec, base: Path) -> Callable[[list[Any]], Any] | No
 
 
 def _arguments(spec: DataSpec, base: Path, path: Path | None) -> Iterable[dict[str, Any]]:
-    """Yield the keywords of a user's class for training and for evaluation."""
+    """Yield the keywords of a user's class for training and, if there are any, for evaluation."""
     for part, keywords in (("train", spec.train), ("evaluation", spec.evaluation)):
+        if keywords is None and spec.train is not None:
+            return  # what is held out is all
         arguments: dict[str, Any] = {}
         if keywords is None:
             arguments = {"train": part == "train"} | ({} if path is None else {"path": str(path)})

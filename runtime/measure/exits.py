@@ -119,7 +119,7 @@ class ChainExits:
         assert self._workers[0].head is not None
         return Exits(
             checkpoint=self._cut,
-            held_out=source.has_test,
+            held_out=source.holds_out,
             samples=len(y_N),
             input_bytes=_bytes(self._workers[0].head.samples),
             exits=tuple(

@@ -91,6 +91,8 @@ def try_chain(
         looked = looked._replace(preprocessing=made if alike else None)
         labels = dict[str, Tensor | None]()
         for part, split in source.splits.items():
+            if not len(split) and source.holds_out:
+                continue
             seen, labels[part] = _look(part, split, data, loss, stops=stops)
             looked = looked.and_at(f"{seen} of {len(split)} samples ({part})")
             if chain.eval_every and not len(split):
@@ -100,7 +102,7 @@ def try_chain(
                 f"{chain.data.dataset!r} draws random numbers when it is made: a split that it "
                 "draws there is another one for training than for evaluation"
             )
-        if replica == 0 and source.has_test and source.splits["train"].draws:
+        if replica == 0 and source.holds_out and source.splits["train"].draws:
             warned.append(
                 f"{chain.data.dataset!r} varies its training samples at random, also those that "
                 "'data.validation' holds out: use 'augment' instead, or samples of its own"

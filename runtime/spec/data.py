@@ -111,11 +111,13 @@ class DataSpec(Frozen):
 
     @model_validator(mode="after")
     def _of_a_users_data_set(self) -> Self:
-        if (self.train is None) != (self.evaluation is None):
+        held_out = self.validation is not None and self.train is not None
+        if (self.train is None) != (self.evaluation is None) and not held_out:
             there, missing = (
                 ("evaluation", "train") if self.train is None else ("train", "evaluation")
             )
-            raise ValueError(f"{there!r} needs {missing!r}: keywords for the other samples")
+            more = ", or 'validation'" if missing == "evaluation" else ""
+            raise ValueError(f"{there!r} needs {missing!r}: keywords for the other samples{more}")
         for name in _USERS if ":" not in self.dataset else ():
             if getattr(self, name) != type(self).model_fields[name].get_default():
                 raise ValueError(

@@ -145,6 +145,24 @@ def test_samples_for_evaluation_alone(tmp_path) -> None:
         describe(unlabelled, tmp_path)
 
 
+def test_held_out_samples_need_no_others_for_evaluation(tmp_path) -> None:
+    contents = {name: one for name, one in arrays().items() if name.endswith("train")}
+    with pytest.raises(DataError, match="no array 'x_eval'"):
+        describe(write(tmp_path, contents), tmp_path)
+    spec = write(tmp_path, contents, validation=3)
+    info = describe(spec, tmp_path)
+    assert (info.train_samples, info.eval_samples, info.test_samples) == (5, 3, None)
+    source = open_data(spec, tmp_path, seed=0)
+    assert not source.has_test
+    ((x, y),) = source.eval_batches()
+    assert (x.shape, y.tolist()) == ((3, 3, 4, 5), contents["y_train"][5:].tolist())
+    assert list(source.test_batches()) == []
+    assert source.evaluated()[1].tolist() == [5, 6, 7]
+    np.savez(tmp_path / "data.npz", **contents, y_eval=[0])
+    with pytest.raises(DataError, match="no array 'x_eval'"):
+        describe(spec, tmp_path)
+
+
 def test_missing_and_foreign_files(tmp_path) -> None:
     spec = DataSpec(dataset="npz", path="data.npz")
     with pytest.raises(DataError, match=rf"no data file '{tmp_path / 'data.npz'}'.*\n.*savez"):

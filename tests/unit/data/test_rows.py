@@ -193,7 +193,7 @@ def test_paths_do_not_start_where_the_user_happens_to_be(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ({"dataset": "mine:Data", "train": {}}, "'train' needs 'evaluation'"),
+        ({"dataset": "mine:Data", "train": {}}, "'train' needs 'evaluation'.*, or 'validation'"),
         ({"dataset": "mine:Data", "evaluation": {"root": "x"}}, "'evaluation' needs 'train'"),
         ({"train": {}, "evaluation": {}}, "'train' is for a data set of your own"),
         ({"label": "y"}, "'label' is for a data set of your own"),

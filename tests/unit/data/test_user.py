@@ -54,6 +54,19 @@ def test_describes_and_reads(user_module, tmp_path) -> None:
     assert sum(len(y) for _, y in source.eval_batches()) == 3
 
 
+def test_held_out_samples_need_no_others_for_evaluation(user_module, tmp_path) -> None:
+    keywords = {"train": {"train": True}, "validation": 0.2, "eval_batch_size": 4}
+    source = open_data(make(user_module, **keywords), tmp_path, seed=0)
+    info = source.info
+    assert (info.train_samples, info.eval_samples, info.test_samples) == (8, 2, None)
+    trained, held_out = (
+        {x[0, 0].item() for rows, _ in batches for x in rows}
+        for batches in (source.train_batches(0), source.eval_batches())
+    )
+    assert trained | held_out == {float(number**2) for number in range(10)}
+    assert (len(trained), len(held_out), list(source.test_batches())) == (8, 2, [])
+
+
 def test_the_global_generator_is_left_alone(user_module, tmp_path) -> None:
     source = open_data(make(user_module), tmp_path, seed=0)
     torch.manual_seed(0)
