@@ -337,8 +337,8 @@ def _message(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, str | N
     kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
     location = tuple(detail["loc"])
     if kind == "extra_forbidden":
-        key, allowed = str(location[-1]), _fields_at(model, location[:-1])
-        if len(location) == 1 and key in _fields_at(model, ("defaults",)):
+        key, allowed = str(location[-1]), fields_at(model, location[:-1])
+        if len(location) == 1 and key in fields_at(model, ("defaults",)):
             return f"unknown key {key!r} here", "write it below 'defaults', or in a module"
         return f"unknown key {key!r}", suggestion(key, allowed)
     if kind == "missing":
@@ -350,7 +350,7 @@ def _message(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, str | N
     if kind == "string_pattern_mismatch" and context["pattern"] in WORDS:
         return f"{value!r} is not {WORDS[context['pattern']]}", None
     if kind in _EXPECTED:
-        hint = suggestion("", _fields_at(model, location)) if kind == "model_type" else None
+        hint = suggestion("", fields_at(model, location)) if kind == "model_type" else None
         return f"{value!r} is not {_EXPECTED[kind].format(**context)}", hint
     return f"{value!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}", None
 
@@ -384,7 +384,7 @@ def suggestion(word: str, allowed: list[str]) -> str | None:
     return f"{start} allowed: {', '.join(sorted(allowed))}".lstrip()
 
 
-def _fields_at(model: Any, location: Location) -> list[str]:
+def fields_at(model: Any, location: Sequence[str | int]) -> list[str]:
     """Return the field names of the model at a location of the document."""
     for part in location:
         if isinstance(part, int):

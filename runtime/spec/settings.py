@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dni_runtime.errors import SpecError, UsageError
-from dni_runtime.spec.load import explain_details, parse_yaml, suggestion
+from dni_runtime.spec.load import explain_details, fields_at, parse_yaml, suggestion
 from dni_runtime.spec.model import ChainSpec
 
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -68,6 +68,9 @@ def find_setting(name: str, chain: ChainSpec) -> str:
         return f"{above}.{word}.{last}" if isinstance(word := written[above], str) else name
     if written.get(above.rpartition(".")[0]) == above.rpartition(".")[2]:  # its first one
         return name
+    for path in (name, f"defaults.{name}"):  # below what is not set
+        if path.rpartition(".")[2] in fields_at(ChainSpec, path.split(".")[:-1]):
+            return path
     known = sorted({path.rpartition(".")[2] for path in allowed})
     hint = suggestion(last, known) or "'dnictl config' shows its settings"
     if last in ("lr", "learning_rate"):

@@ -35,6 +35,7 @@ modules:
         ("window=4", "links.window", [4]),  # not in the file
         ("interface=mixed,local", "defaults.interface", ["mixed", "local"]),  # what the file has
         ("links.interface=ib0", "links.interface", ["ib0"]),
+        ("init.file=runs/a", "defaults.init.file", ["runs/a"]),  # below what is not set
         ("norm=1,2", "modules.top.clip.norm", [1, 2]),
         ("bottom.out_features=8", "modules.bottom.layers.0.Linear.out_features", [8]),
         ("defaults.optimizer.Adam.eps=1e-6", "defaults.optimizer.Adam.eps", [1e-6]),
