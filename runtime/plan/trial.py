@@ -83,6 +83,11 @@ def try_chain(
     few = {"batch_size": min(rows, chain.data.batch_size), "eval_batch_size": rows}
     loss = ChainLoss(tail.loss, tail.prediction, tail.label)
     batches, warned = list[Batch | None](), list[str]()
+    if chain.data.train is not None and chain.data.train == chain.data.evaluation:
+        warned.append(
+            "'data.train' and 'data.evaluation' are the same: it is evaluated on what it has "
+            "learnt; leave 'evaluation' out, with 'validation: 0.1'"
+        )
     for replica in range(chain.modules[0].most if chain.data.per_replica else 1):
         data = chain.data.of_replica(replica + 1)
         source = open_data(data.model_copy(update=few), base, seed=chain.seed)

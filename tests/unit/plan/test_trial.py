@@ -378,3 +378,20 @@ def test_one_class_is_found_where_all_samples_are_read(
     assert [one for one in looked.warnings if "one class" in one] == [
         f"all samples for {part} are of one class" for part in parts
     ]
+
+
+def test_an_evaluation_of_what_was_learnt_is_warned_about(tmp_path: Path) -> None:
+    source = IN_ORDER.replace("self, train, count", "self, count")
+    (tmp_path / "in_one_order.py").write_text(source)
+    path = tmp_path / "chain.yaml"
+
+    def told(data: str) -> list[str]:
+        text = CHAIN.format(**SETTINGS | {"data": data})
+        path.write_text(text.replace("npz, path: data.npz", "'in_one_order:InOrder'"))
+        looked = prepare(path).looked
+        assert looked is not None
+        return [one for one in looked.warnings if "it has learnt" in one]
+
+    assert told("train: {count: 80}, evaluation: {count: 80}") != []
+    assert told("train: {count: 80}, evaluation: {count: 60}") == []
+    assert told("train: {count: 80}, validation: 0.1") == []
