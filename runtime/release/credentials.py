@@ -49,13 +49,13 @@ def credentials(
             continue
         except (OSError, ValueError) as error:
             raise UsageError(f"{file} cannot be read: {error}") from None
-        auths = config.get("auths", {})
+        auths = config.get("auths") or {}
         for entry in (auths.get(key) or {} for key in (*keys, name)):
             if entry.get("identitytoken"):
                 return f"{TOKEN}{entry['identitytoken']}"
             if entry.get("auth"):
                 return str(entry["auth"])
-        helper = config.get("credHelpers", {}).get(name) or config.get("credsStore")
+        helper = (config.get("credHelpers") or {}).get(name) or config.get("credsStore")
         program = helper and shutil.which(f"docker-credential-{helper}", path=environ.get("PATH"))
         if program:
             done = subprocess.run([program, "get"], input=name.encode(), capture_output=True)

@@ -79,8 +79,12 @@ def test_a_helper_is_asked(tmp_path: Path) -> None:
     said = '{"Username": "me", "Secret": "%s"}'
     helper.write_text(f"#!/bin/sh\n[ $1 = get ] && printf '{said}' $(cat)\n")
     helper.chmod(0o755)
-    write(tmp_path / "config.json", {"credHelpers": {"host": "vault"}})
-    environ = {"DOCKER_CONFIG": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    write(tmp_path / "config.json", {"auths": None, "credHelpers": {"host": "vault"}})
+    environ = {
+        "DOCKER_CONFIG": str(tmp_path),
+        "HOME": str(tmp_path),
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+    }
     assert credentials("host", environ) == "bWU6aG9zdA=="  # me:host
     assert credentials("other", environ) is None
 
