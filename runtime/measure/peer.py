@@ -117,7 +117,7 @@ class Peer:
 
     def _read(self) -> None:
         for line in self._out:
-            if line.startswith("{"):  # else it is a greeting of the host's
+            if line.startswith('{"'):  # else it is a greeting of the host's
                 self._lines.put(line)
         self._lines.put("")
 

@@ -16,6 +16,6 @@ def test_a_measuring_process_that_fails_says_why() -> None:
 
 
 def test_a_host_may_greet() -> None:
-    greeting = ["sh", "-c", 'echo Welcome to n1; exec "$@"', "sh"]
+    greeting = ["sh", "-c", 'echo Welcome to n1; echo "{a}"; exec "$@"', "sh"]
     with Peer([*greeting, *PROGRAM]) as peer:
         assert len(peer.key) == 40
