@@ -117,8 +117,9 @@ class Peer:
 
     def _read(self) -> None:
         for line in self._out:
-            if line.startswith('{"'):  # else it is a greeting of the host's
-                self._lines.put(line)
+            with contextlib.suppress(ValueError):  # a greeting of the host's
+                if isinstance(json.loads(line), dict):
+                    self._lines.put(line)
         self._lines.put("")
 
     def _said(self) -> str:
