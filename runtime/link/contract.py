@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Literal, Self
 
 from dni_runtime.spec import NO_LABEL, Dtype, EdgeSpec, TensorSpec, WorkerSpec
+from dni_runtime.spec.predicting import FRONT
 from dni_runtime.wire import HEADER_BYTES, Limits, TensorContract
 
 End = Literal["input", "output"]
@@ -34,11 +35,13 @@ class LinkContract:
         """Return the contract of one of a module's links."""
         tensor, gradients, links = edge.tensor, edge.gradients, spec.links
         limit = spec.batch_limit
+        answers = edge.predicts and edge.target == FRONT  # which are not rounded
+        wire = None if answers else links.dtype
         activation = gradient = None
         down, up = "nothing", "none"
         if tensor is not None:
-            down = links.dtype or tensor.dtype
-            activation = _on_the_wire("h", links.dtype, tensor, limit)
+            down = wire or tensor.dtype
+            activation = _on_the_wire("h", wire, tensor, limit)
         if tensor is not None and gradients:
             up = f"{links.gradient_dtype or down}, 1 in {gradients}"
             gradient = _on_the_wire("g", links.gradient_dtype or links.dtype, tensor, limit)

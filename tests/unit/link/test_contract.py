@@ -66,6 +66,7 @@ def test_what_is_predicted_does_not_depend_on_other_samples(dtype: str, other: f
         assert edge.tensor is not None
         h = torch.randn(1, *edge.tensor.shape)
         assert torch.equal(sent(torch.cat([h, torch.full_like(h, other)]))[:1], sent(h))
+    assert torch.equal(sent(h := 257.0 + h), h), "answers are not rounded"
 
 
 @pytest.mark.parametrize(
