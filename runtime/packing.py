@@ -15,19 +15,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dni_runtime.errors import SpecError
 from dni_runtime.spec import NO_LABEL, EdgeSpec, TensorSpec
 
 
 def row_of(parts: Sequence[TensorSpec]) -> TensorSpec:
     """Return one sample of what travels: a single tensor as it is, several as a row.
 
-    Labels of different types travel as float32, which holds integers up to 2^24.
+    Labels of different types travel as float32, which holds integers up to 2^24. Parts of a length
+    that varies must have the same, once: the row's own length then tells it.
     """
     if len(parts) == 1:
         return parts[0]
+    varying = [part for part in parts if part.varying]
+    lengths = {tuple(part.shape[at] for at in part.varying) for part in varying}
+    if len(lengths) > 1 or any(len(one) > 1 for one in lengths):
+        raise SpecError(
+            f"{' and '.join(map(str, varying))} cannot travel in one row: their lengths differ",
+            location=("data", "max_length"),
+            hint="pad to one length, without 'data.max_length'",
+        )
     types = {part.dtype for part in parts}
     dtype = parts[0].dtype if len(types) == 1 else "float32"
-    return TensorSpec(shape=(sum(_sizes(parts)),), dtype=dtype)
+    return TensorSpec(shape=(sum(_sizes(parts)),), dtype=dtype, varying=(0,) if varying else ())
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
@@ -44,8 +54,14 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 def unpack(row_BN: Tensor, outputs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
     """Return the outputs that :func:`pack` has laid one after the other, each as a new tensor."""
-    rows = zip(torch.split(row_BN, _sizes(outputs), 1), outputs, strict=True)
-    return tuple(row.contiguous().reshape(len(row), *output.shape) for row, output in rows)
+    sizes = _sizes(outputs, _share(row_BN, outputs) or _WHOLE)
+    rows = zip(torch.split(row_BN, sizes, 1), outputs, strict=True)
+    return tuple(
+        row.contiguous().reshape(
+            len(row), *(-1 if at in output.varying else n for at, n in enumerate(output.shape))
+        )
+        for row, output in rows
+    )
 
 
 def taken(h_BH: Tensor, outputs: Sequence[TensorSpec], edge: EdgeSpec) -> Tensor:
@@ -57,20 +73,29 @@ def taken(h_BH: Tensor, outputs: Sequence[TensorSpec], edge: EdgeSpec) -> Tensor
     return some[0] if len(some) == 1 else pack(some)
 
 
-def given_back(g: Tensor, outputs: Sequence[TensorSpec], edge: EdgeSpec) -> Tensor:
-    """Return a gradient at a module's whole output; it is 0 at outputs that the link lacks.
+def given_back(
+    gradients: Sequence[tuple[Tensor, Sequence[int]]], outputs: Sequence[TensorSpec]
+) -> list[Tensor]:
+    """Return gradients at a module's whole output, each 0 at outputs that its link lacks.
 
-    ``g`` is the gradient at what the link carries; ``outputs`` is empty if the module has one.
+    Each is given at what a link carries, with the numbers of those outputs; none: of all.
+    ``outputs`` is empty if the module has one.
     """
-    if not edge.takes:
-        return g
-    whole = g.new_zeros(len(g), sum(_sizes(outputs)))
-    rows = torch.split(whole, _sizes(outputs), 1)
-    carried = [outputs[index] for index in edge.takes]
-    gradients = torch.split(g.reshape(len(g), -1), _sizes(carried), 1)
-    for index, row in zip(edge.takes, gradients, strict=True):
-        rows[index].copy_(row)
-    return whole
+    if not any(takes for _, takes in gradients):
+        return [g for g, _ in gradients]
+    rows = [(g.reshape(len(g), -1), takes or range(len(outputs))) for g, takes in gradients]
+    shares = (_share(row, [outputs[at] for at in takes]) for row, takes in rows)
+    share = next(filter(None, shares), _WHOLE)
+    sizes, returned = _sizes(outputs, share), list[Tensor]()
+    for row, takes in rows:
+        if len(takes) == len(outputs):
+            returned.append(row)
+            continue
+        parts = torch.split(whole := row.new_zeros(len(row), sum(sizes)), sizes, 1)
+        for at, part in zip(takes, torch.split(row, [sizes[at] for at in takes], 1), strict=True):
+            parts[at].copy_(part)
+        returned.append(whole)
+    return returned
 
 
 def no_labels(samples: int) -> Tensor:
@@ -78,5 +103,17 @@ def no_labels(samples: int) -> Tensor:
     return torch.empty((samples, *NO_LABEL.shape))
 
 
-def _sizes(outputs: Sequence[TensorSpec]) -> list[int]:
-    return [math.prod(output.shape) for output in outputs]
+_WHOLE = (1, 1)
+
+
+def _share(row_BN: Tensor, parts: Sequence[TensorSpec]) -> tuple[int, int] | None:
+    """Return the length in a row of these parts, and the largest; None if it does not tell it."""
+    most = sum(math.prod(part.shape) for part in parts if part.varying)
+    fixed = sum(math.prod(part.shape) for part in parts if not part.varying)
+    return (row_BN.shape[1] - fixed, most) if most else None
+
+
+def _sizes(outputs: Sequence[TensorSpec], share: tuple[int, int] = _WHOLE) -> list[int]:
+    """Return how many numbers each output has; those of a length that varies, a share of them."""
+    sizes = ((output, math.prod(output.shape)) for output in outputs)
+    return [size * share[0] // share[1] if output.varying else size for output, size in sizes]

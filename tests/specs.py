@@ -21,6 +21,11 @@ def int64(*shape: int) -> TensorSpec:
     return TensorSpec(shape=shape, dtype="int64")
 
 
+def varying(sample: TensorSpec, *dimensions: int) -> TensorSpec:
+    """Return a spec of samples with a length of their own; its first dimension by default."""
+    return sample.model_copy(update={"varying": dimensions or (0,)})
+
+
 def linear(*sizes: int, between: str = "") -> str:
     """Return the text of a chain's modules: a, b, … of a linear layer each, and what is between."""
     text = "modules:\n"

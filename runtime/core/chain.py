@@ -13,7 +13,7 @@ from dni_runtime.core.forward import Inputs, ModuleForward, as_inputs
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.step import Gradients, ModuleStep
 from dni_runtime.core.sums import GradientSum
-from dni_runtime.packing import given_back, taken
+from dni_runtime.packing import taken
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
 
@@ -87,7 +87,8 @@ class LocalChain(_OneProcess):
             [numbers[edge.source] for edge in worker.sources if edge.tensor] for worker in workers
         ]
         targets = [[edge for edge in worker.targets if edge.tensor] for worker in workers]
-        self._sums = [GradientSum(len(edges)) for edges in targets]
+        outputs = [worker.outputs for worker in workers]
+        self._sums = [GradientSum(len(edges), outputs[at]) for at, edges in enumerate(targets)]
         self._late: list[deque[tuple[int, int, Tensor]]] = [deque() for _ in workers]
         self._down, self._up = down, up
         self._now = self._id = self.at = 0
@@ -126,8 +127,7 @@ class LocalChain(_OneProcess):
             if g_BX is not None:
                 above = self.steps[source].spec
                 place = [link.target for link in above.targets].index(edge.target)
-                g_BH = given_back(self._up(source, g_BX), above.outputs, edge)
-                total = self._sums[source].add(id, place, g_BH)
+                total = self._sums[source].add(id, place, self._up(source, g_BX), edge.takes)
                 if total is not None:
                     due = self._now + self._delays[source]
                     self._late[source].append((due, id, total))

@@ -139,13 +139,13 @@ def export_model(
     assert first.head is not None
     if output.suffix in (".pt2", ".onnx"):
         example = tuple(empty_batch(sample, 2, "cpu") for sample in first.head.samples)
+        size, length = torch.export.Dim.DYNAMIC, torch.export.Dim.AUTO
+        free = [{0: size, **{at + 1: length for at in one.varying}} for one in first.head.samples]
         try:
             with warnings.catch_warnings():
                 # torch's recurrent cells keep their weights in a list too; they are exported whole.
                 warnings.filterwarnings("ignore", "The tensor attributes", UserWarning)
-                program = torch.export.export(
-                    model, example, dynamic_shapes=({0: torch.export.Dim.DYNAMIC},) * len(example)
-                )
+                program = torch.export.export(model, example, dynamic_shapes=tuple(free))
         except Exception as error:
             why = str(error).splitlines()[0].partition("! For more information")[0]
             if why.startswith("Constraints violated"):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+
+from dni_runtime.packing import given_back
+from dni_runtime.spec import TensorSpec
 
 KEPT = 1 << 12
 """Batches of which some gradients, but not all, are kept."""
@@ -13,32 +17,36 @@ KEPT = 1 << 12
 
 class _Part(NamedTuple):
     place: int
-    g_BH: Tensor
+    g: Tensor
+    takes: Sequence[int]
 
 
 class GradientSum:
     """Adds up the gradients that several modules send for one batch.
 
     They are added in a fixed order, last module first, as autograd does: the sum does not depend on
-    which one comes first.
+    which one comes first. ``outputs`` are the module's, if it has several.
     """
 
-    def __init__(self, consumers: int) -> None:
-        self._consumers = consumers
+    def __init__(self, consumers: int, outputs: Sequence[TensorSpec] = ()) -> None:
+        self._consumers, self._outputs = consumers, outputs
         self._parts: OrderedDict[int, list[_Part]] = OrderedDict()
 
-    def add(self, id: int, place: int, g_BH: Tensor) -> Tensor | None:
-        """Add one module's gradient of a batch; return the sum if all have come, else None."""
+    def add(self, id: int, place: int, g: Tensor, takes: Sequence[int] = ()) -> Tensor | None:
+        """Add one module's gradient of a batch; return the sum if all have come, else None.
+
+        ``g`` is at what the module takes: the outputs of these numbers; none: all.
+        """
         if self._consumers == 1:
-            return g_BH
+            return g
         parts = self._parts.setdefault(id, [])
-        parts = [part for part in parts if part.place != place] + [_Part(place, g_BH)]
+        parts = [part for part in parts if part.place != place] + [_Part(place, g, takes)]
         if len(parts) == self._consumers:
             del self._parts[id]
             parts.sort(key=lambda part: -part.place)
-            total = parts[0].g_BH
-            for part in parts[1:]:
-                total = total + part.g_BH
+            total, *others = given_back([(part.g, part.takes) for part in parts], self._outputs)
+            for other in others:
+                total = total + other
             return total
         self._parts[id] = parts
         if len(self._parts) > KEPT:

@@ -18,15 +18,15 @@ from dni_runtime.errors import DataError
 from dni_runtime.packing import no_labels, pack
 from dni_runtime.spec import DataInfo, DataSpec
 from dni_runtime.spec.load import suggestion
-from dni_runtime.wire import INPUTS_LIMIT
+from dni_runtime.wire import INPUTS_LIMIT, holds
 
 LABELS = ("label", "labels")
 """Usual keys of the label in rows that are dicts."""
 
 _ONE_SHAPE = (
-    "all samples need one shape and one type, as links and gradient interfaces have a fixed size: "
-    "pad to one length in the data set or in 'data.collate' (as transformers' collators do with "
-    "'padding: max_length'), not to the longest of each batch"
+    "all samples need one shape and one type: pad to one length in the data set or in "
+    "'data.collate' (as transformers' collators do with 'padding: max_length'); or pad each batch "
+    "to its own longest sample, and set 'data.max_length' to the longest of all"
 )
 
 
@@ -204,6 +204,7 @@ class UserSplit(Split):
     def _check(self, info: DataInfo, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
         """Compare a batch with the first sample; refuse other shapes or types."""
         contract = {"sample": info.samples, "label": info.labels or (info.label,)}
+        lengths = set[int]()
         for (what, expected), tensors in zip(contract.items(), (xs, ys), strict=True):
             if len(tensors) != len(expected):
                 parts = "inputs" if what == "sample" else "parts"
@@ -214,12 +215,23 @@ class UserSplit(Split):
                 )
             keys = [f" {name!r}" for name in info.names if what == "sample"] or [""] * len(tensors)
             for key, sample, first in zip(keys, map(sample_of, tensors), expected, strict=True):
-                if sample != first:
+                if sample.dtype != first.dtype or not holds(
+                    first.shape, first.varying, sample.shape
+                ):
+                    wanted = "'data.max_length' expects" if first.varying else "the first was"
                     raise DataError(
-                        f"data set {self._name!r}: {what}s{key} of {sample}, but the first was "
-                        f"{first}",
-                        hint=_ONE_SHAPE,
+                        f"data set {self._name!r}: {what}s{key} of {sample}, but {wanted} {first}",
+                        hint="a larger 'data.max_length', or shorter samples"
+                        if first.varying
+                        else _ONE_SHAPE,
                     )
+                lengths |= {sample.shape[at] for at in first.varying}
+        if len(lengths) > 1:
+            shown = " and ".join(map(str, sorted(lengths)))
+            raise DataError(
+                f"data set {self._name!r}: tensors of one batch have lengths {shown}",
+                hint="pad all of a batch to one length",
+            )
 
 
 def _numbers_in(row: Any) -> Any:

@@ -28,9 +28,10 @@ from dni_runtime.data.splits import Half, Split, sample_of
 from dni_runtime.errors import DataError, DniError, SpecError
 from dni_runtime.files import expanded
 from dni_runtime.packing import row_of
-from dni_runtime.spec import DataInfo, DataSpec
+from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
 from dni_runtime.spec.data import PATH, LabelsSpec
 
+Tensors = tuple[TensorSpec, ...]
 _PATHS = re.compile(r"(^|_)(root|path|folder|directory|dir|file)$")
 """Names of arguments that are paths: ``root``, ``img_dir``, ``annotations_file``."""
 
@@ -117,8 +118,10 @@ def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
         xs, ys, names = splits[0].tensors(torch.tensor([0]))
     draws = [map(split.reads_randomly, _spread(len(split))) for split in splits]
     _check_classes(spec, train, evaluation)
-    sample, *further = map(sample_of, xs)
-    labels = tuple(map(sample_of, ys))
+    samples, labels = tuple(map(sample_of, xs)), tuple(map(sample_of, ys))
+    if spec.max_length is not None:
+        samples, labels = _with_lengths(spec, splits[0], samples, labels)
+    sample, *further = samples
     info = DataInfo(
         sample=sample,
         further=tuple(further),
@@ -137,6 +140,51 @@ def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
         )
 
     return Found(info, path, load)
+
+
+_LOOKED_AT = 64
+"""Samples that are read to find one of another length than the first."""
+
+
+def _with_lengths(
+    spec: DataSpec, split: UserSplit, samples: Tensors, labels: Tensors
+) -> tuple[Tensors, Tensors]:
+    """Return which dimensions have a length of their own in each batch, with the largest size.
+
+    They are first dimensions that are as long as the first input's, also in a sample of another
+    length if there is one among the first.
+    """
+    assert spec.max_length is not None
+    if not samples[0].shape:
+        raise DataError(
+            f"data set {spec.dataset!r}: samples of {samples[0]} have no length",
+            hint="leave out 'data.max_length'",
+        )
+    first = lengths = _first_sizes(samples, labels)
+    for number in range(1, min(len(split), _LOOKED_AT)):
+        with torch.random.fork_rng(devices=[]):
+            xs, ys, _ = split.tensors(torch.tensor([number]))
+        found = _first_sizes(map(sample_of, xs), map(sample_of, ys))
+        if len(found) == len(first) and found[0] != first[0]:
+            lengths = found
+            break
+    if (longest := max(first[0], lengths[0])) > spec.max_length:
+        raise DataError(
+            f"data set {spec.dataset!r} has samples of length {longest}, 'data.max_length' is "
+            f"{spec.max_length}",
+            hint="a larger 'data.max_length', or shorter samples",
+        )
+    described = [
+        one.model_copy(update={"shape": (spec.max_length, *one.shape[1:]), "varying": (0,)})
+        if sizes == [first[0], lengths[0]]
+        else one
+        for one, *sizes in zip((*samples, *labels), first, lengths, strict=True)
+    ]
+    return tuple(described[: len(samples)]), tuple(described[len(samples) :])
+
+
+def _first_sizes(samples: Iterable[TensorSpec], labels: Iterable[TensorSpec]) -> list[int]:
+    return [one.shape[0] if one.shape else 0 for one in (*samples, *labels)]
 
 
 def _spread(count: int) -> set[int]:

@@ -48,7 +48,8 @@ class LinkContract:
         samples = enumerate(edge.samples)
         label = spec.label if edge.labelled else NO_LABEL
         data = tuple(
-            TensorContract(f"x{n}", sample.dtype, sample.shape, limit) for n, sample in samples
+            TensorContract(f"x{n}", sample.dtype, sample.shape, limit, varying=sample.varying)
+            for n, sample in samples
         )
         elsewhere = "none: it predicts" if edge.predicts else "stays at the tail"
         return cls(
@@ -56,7 +57,7 @@ class LinkContract:
             target=edge.target,
             activation=activation,
             data=data,
-            label=TensorContract("y", label.dtype, label.shape, limit),
+            label=TensorContract("y", label.dtype, label.shape, limit, varying=label.varying),
             labelled=edge.labelled,
             gradient=gradient,
             dtype="" if tensor is None else tensor.dtype,
@@ -126,7 +127,7 @@ def _on_the_wire(
         scale = ()
     elif wire == "int8-channel":
         dtype, scale = "int8", _channels(tensor.shape)
-    return TensorContract(name, dtype, tensor.shape, batch_limit, scale)
+    return TensorContract(name, dtype, tensor.shape, batch_limit, scale, tensor.varying)
 
 
 def _channels(shape: tuple[int, ...]) -> tuple[int, ...]:

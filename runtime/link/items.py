@@ -37,7 +37,7 @@ class Marker:
 @dataclass(frozen=True, slots=True)
 class Gradient:
     id: int  # of the batch
-    g: Tensor  # dL_b/dh_b per sample [B, *output], in the module's compute type
+    g: Tensor  # dL_b/dh_b per sample at what the link carries, in the module's compute type
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from dni_runtime.link.end import MESSAGES_PER_CALL, LinkEnd
 from dni_runtime.link.items import Batch, Drain, Event, Gradient, StreamRequest
 from dni_runtime.link.sender import Sender, State
 from dni_runtime.link.tensors import from_buffers, to_table
-from dni_runtime.packing import given_back, taken
+from dni_runtime.packing import taken
 from dni_runtime.run.keys import Keyring
 from dni_runtime.spec import EdgeSpec, WorkerSpec
 from dni_runtime.wire import ID_LIMIT, Kind, Mark, Message, body_of
@@ -50,7 +50,7 @@ class OutputLink(LinkEnd):
         if edge is None:
             (edge,) = spec.targets
         super().__init__(spec, edge, "output")
-        self._edge, self._outputs = edge, spec.outputs
+        self._edge, self.outputs = edge, spec.outputs
         self._frames = 1 + self._contract.up.tensors  # with the header
         self._sender = Sender(
             self._contract,
@@ -71,6 +71,11 @@ class OutputLink(LinkEnd):
     def target(self) -> str:
         """Name of the module downstream."""
         return self._contract.target
+
+    @property
+    def takes(self) -> tuple[int, ...]:
+        """Which of the module's outputs it carries; none: all."""
+        return self._edge.takes
 
     @property
     def teaches(self) -> bool:
@@ -191,7 +196,7 @@ class OutputLink(LinkEnd):
         sent, and sent again to a neighbour that restarts.
         """
         edge = self._edge
-        activation = () if edge.tensor is None else (taken(h, self._outputs, edge),)
+        activation = () if edge.tensor is None else (taken(h, self.outputs, edge),)
         tensors = (*activation, *(batch.data[index] for index in edge.data), batch.y)
         entries, buffers = to_table(tensors, self._contract.tensors)
         message = Message(
@@ -297,7 +302,7 @@ class OutputLink(LinkEnd):
     def _event(self, message: Message) -> Event:
         if message.kind is Kind.GRADIENT:
             g = from_buffers(message.tensors, message.buffers, self._contract.dtype)
-            return Gradient(message.id, given_back(g, self._outputs, self._edge))
+            return Gradient(message.id, g)
         if message.kind is Kind.DRAINED:
             return Drain(message.id)
         return StreamRequest(str(message.body["what"]))

@@ -94,7 +94,8 @@ class Sender:
         self._welcomed = False
         self._session = secrets.token_hex(8)
         self._limits = contract.up
-        self._sizes: OrderedDict[int, int] = OrderedDict()
+        # Of each batch: its number of samples, and the sizes of one.
+        self._sizes: OrderedDict[int, tuple[int, tuple[int, ...]]] = OrderedDict()
 
     @property
     def state(self) -> State:
@@ -158,7 +159,7 @@ class Sender:
         if self._state is State.DISMISSED:
             self.window.acknowledge(message.id)
         if samples is not None:
-            self._sizes[message.id] = samples
+            self._sizes[message.id] = samples, message.tensors[0].shape[1:]
             if len(self._sizes) > SIZES_KEPT:
                 self._sizes.popitem(last=False)
 
@@ -267,5 +268,12 @@ class Sender:
         due = self._sizes.get(message.id)
         if due is None:
             raise WireError("id", f"a gradient of batch {message.id}, which is unknown here")
-        if samples != due and not self.contract.messages:
-            raise WireError("shape", f"a gradient of {samples} samples for a batch of {due}")
+        found = samples, message.tensors[0].shape[1:]
+        if found != due and not self.contract.messages:
+            (wrong, sizes), (right, wanted) = found, due
+            raise WireError(
+                "shape",
+                f"a gradient of {wrong} samples for a batch of {right}"
+                if wrong != right
+                else f"a gradient of sizes {sizes} for an activation of {wanted}",
+            )

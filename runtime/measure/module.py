@@ -27,7 +27,6 @@ from dni_runtime.core.sums import GradientSum
 from dni_runtime.data import open_data
 from dni_runtime.errors import UsageError
 from dni_runtime.link.contract import LinkContract
-from dni_runtime.packing import given_back
 from dni_runtime.plan.prepare import CheckedChain, importing_from, prepare_again
 from dni_runtime.spec.load import suggestion
 from dni_runtime.worker.device import choose_device
@@ -141,7 +140,7 @@ def _feeds(prepared: CheckedChain, steps: Sequence[ModuleStep]) -> list[list[_Fe
             break  # the last one of a small data set
         inputs: list[tuple[Tensor, ...]] = []
         outputs: list[Tensor] = []
-        gradients = [GradientSum(len(step.spec.targets)) for step in steps]
+        gradients = [GradientSum(len(step.spec.targets), step.spec.outputs) for step in steps]
         sums: dict[int, Tensor] = {}
         for index, step in enumerate(steps):
             values = inputs_of(prepared.workers, index, outputs, as_inputs(x))
@@ -153,8 +152,7 @@ def _feeds(prepared: CheckedChain, steps: Sequence[ModuleStep]) -> list[list[_Fe
             for above, edge, g_BX in zip(sources[index], edges, upstream, strict=False):
                 # A module that defers its update has no gradient yet for the previous ones.
                 if g_BX is not None:
-                    g_BH = given_back(g_BX.cpu(), steps[above].spec.outputs, edge)
-                    total = gradients[above].add(id, index, g_BH)
+                    total = gradients[above].add(id, index, g_BX.cpu(), edge.takes)
                     sums |= {} if total is None else {above: total}
         for index, step in enumerate(steps):
             step.give_up_waiting()

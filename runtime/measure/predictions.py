@@ -66,6 +66,13 @@ class Predictions:
         if not pairs:
             raise DataError("the data have no evaluation samples")
         order_N = numbers_N.argsort()
+        for some in zip(*pairs, strict=True):
+            if len(shapes := {tensor.shape[1:] for tensor in some}) > 1:
+                sizes = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
+                raise DataError(
+                    f"outputs or labels of different batches have different sizes, {sizes}",
+                    hint="pad to one length, without 'data.max_length'",
+                )
         outputs, labels = (torch.cat(tensors)[order_N] for tensors in zip(*pairs, strict=True))
         numbers_N, all_N = numbers_N[order_N], torch.arange(len(numbers_N))
         numbers = None if torch.equal(numbers_N, all_N) else numbers_N

@@ -273,10 +273,23 @@ def _program(trace: Trace, section: Section) -> fx.GraphModule:
         if trace.memory(node) in memories:
             new[node] = graph.call_function(torch.ops.aten.clone.default, (new[node],))
 
+    lengths = (
+        graph.call_function(torch.ops.aten.sym_size.int, (new[node], at))
+        for node in inputs
+        if (at := trace.length_at(node)) is not None
+    )
+    sizes = dict.fromkeys(trace.batch, batch)
+    if trace.needs_length(section.operations):
+        sizes |= dict.fromkeys(trace.lengths, next(lengths))
+
     def taken(node: fx.Node) -> fx.Node:
         if node not in new and trace.is_size(node):
             size = symbol(node.meta["val"])
-            new[node] = graph.call_function(_sized(size), (batch,)) if size.args else batch
+            if size in sizes:
+                new[node] = sizes[size]
+            else:
+                used = sorted(size.free_symbols, key=str)
+                new[node] = graph.call_function(_sized(size, used), tuple(map(sizes.get, used)))
         return new[node]
 
     def on(value: Any) -> Any:
@@ -298,11 +311,11 @@ def _program(trace: Trace, section: Section) -> fx.GraphModule:
     return fx.GraphModule(nn.Module(), graph, class_name="Piece")
 
 
-def _sized(size: Any) -> Callable[[int], int]:
-    """Return what computes a size from the batch's."""
+def _sized(size: Any, symbols: Sequence[Any]) -> Callable[..., int]:
+    """Return what computes a size from those of these symbols."""
 
-    def sized(batch: int) -> int:
-        return int(size.xreplace(dict.fromkeys(size.free_symbols, batch)))
+    def sized(*values: int) -> int:
+        return int(size.xreplace(dict(zip(symbols, values, strict=True))))
 
     return sized
 

@@ -75,6 +75,8 @@ class Program:
             reason = wrong[0]
         elif also != samples or layouts != [self.eval.layout(node) for node in others]:
             reason = "other values pass in eval mode than in train mode"
+        elif len(self.train.lengths_of(passing)) > 1 < len(values):
+            reason = "several values pass, of different lengths that 'data.max_length' lets vary"
         elif len(types) > 1 or not all("float" in dtype for dtype in types):
             reason = f"values of types {', '.join(sorted(types))} pass"
         elif stale:
@@ -208,12 +210,18 @@ class Section:
         placeholders = [node for node in ordered if node.op == "placeholder"]
         data = [trace.data.index(node.name) for node in placeholders if node.name in trace.data]
         takes = [node for node in ordered if node.op != "placeholder" and node not in trace.free]
+        operations = sorted([*operations, *recomputed], key=lambda node: places[node])
+        by_name = {node.name: node for node in places}
+        inputs = [by_name[name] for name in trace.data]
+        known = {trace.length_at(node) for node in [*takes, *(inputs[at] for at in data)]}
+        if known <= {None} and trace.needs_length(operations):
+            data.append(next(at for at, node in enumerate(inputs) if trace.length_at(node)))
         return cls(
             takes=takes,
             data=sorted(data) if takes or data else [0],  # for the batch's size
             tensors=[node for node in placeholders if node.name not in trace.data],
             gives=gives,
-            operations=sorted([*operations, *recomputed], key=lambda node: places[node]),
+            operations=operations,
         )
 
     @property

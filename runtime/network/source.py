@@ -57,16 +57,24 @@ class NetworkSpec(BaseModel):
 
 
 def read_tensor(text: str) -> TensorSpec:
-    """Read one sample as ``float32[3, 32, 32]``; other texts raise ``ValueError``."""
-    match = re.fullmatch(r"\s*(\w+)\s*\[([\d\s,x]*)\]\s*", text)
+    """Read one sample as ``float32[3, 32, 32]``; other texts raise ``ValueError``.
+
+    In ``int64[<=128]`` each batch has a length of its own.
+    """
+    match = re.fullmatch(r"\s*(\w+)\s*\[([<=\d\s,x]*)\]\s*", text)
     if match is None or not isinstance(getattr(torch, match[1], None), torch.dtype):
         raise ValueError(f"{text!r} is not a type and a shape, as in 'float32[3, 32, 32]'")
-    return TensorSpec(shape=tuple(map(int, re.findall(r"\d+", match[2]))), dtype=match[1])
+    sizes = re.findall(r"(<=)?\s*(\d+)", match[2])
+    return TensorSpec(
+        shape=tuple(int(size) for _, size in sizes),
+        dtype=match[1],
+        varying=tuple(at for at, (varies, _) in enumerate(sizes) if varies),
+    )
 
 
 def write_tensor(tensor: TensorSpec) -> str:
     """Write one sample as :func:`read_tensor` reads it."""
-    return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+    return f"{tensor.dtype}[{', '.join(tensor.sizes)}]"
 
 
 WRAPPED = "network."

@@ -5,7 +5,7 @@ A value that passes a cut has the batch as one dimension, which becomes the firs
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -195,6 +195,33 @@ class Trace:
         return frozenset(symbol(node.meta["val"].shape[0]) for node in placeholders)
 
     @cached_property
+    def lengths(self) -> frozenset[Any]:
+        """Symbols of the samples' length, if that is another one in each batch."""
+        placeholders = [node for node in self.graph.nodes if node.name in self.data]
+        sizes = (symbol(size) for node in placeholders for size in node.meta["val"].shape[1:])
+        return frozenset(size for size in sizes if size is not None)
+
+    def length_at(self, node: fx.Node) -> int | None:
+        """Return which dimension of a value is as long as the samples."""
+        shape = getattr(node.meta.get("val"), "shape", ())
+        return next((at for at, size in enumerate(shape) if symbol(size) in self.lengths), None)
+
+    def lengths_of(self, nodes: Iterable[fx.Node]) -> set[tuple[Any, ...]]:
+        """Return what follows from the samples' length of the sizes of values that have such."""
+        shapes = (getattr(node.meta.get("val"), "shape", ()) for node in nodes)
+        sizes = (tuple(map(symbol, shape)) for shape in shapes)
+        found = {
+            tuple(one for one in shape if one is not None and one.free_symbols & self.lengths)
+            for shape in sizes
+        }
+        return found - {()}
+
+    def needs_length(self, operations: Iterable[fx.Node]) -> bool:
+        """Whether an operation takes a number that follows from the samples' length."""
+        sizes = (symbol(one.meta.get("val")) for op in operations for one in op.all_input_nodes)
+        return any(self.lengths & getattr(size, "free_symbols", set()) for size in sizes)
+
+    @cached_property
     def spans(self) -> dict[str, tuple[int, int]]:
         """For each module that is called once, the numbers of its first and last operation."""
         calls: dict[str, set[str]] = {}
@@ -211,9 +238,9 @@ class Trace:
         return self._order[node]
 
     def is_size(self, node: fx.Node) -> bool:
-        """Whether a node is a number that follows from the size of the batch."""
+        """Whether a node is a number that follows from the batch's size and length."""
         free = getattr(symbol(node.meta.get("val")), "free_symbols", None)
-        return bool(free) and self.batch.issuperset(free or ())
+        return bool(free) and (self.batch | self.lengths).issuperset(free or ())
 
     def passing(self, position: int) -> list[fx.Node]:
         """Return the values that operations after a position take from those before it."""
@@ -236,7 +263,8 @@ class Trace:
             return f"{node.name}, which is no tensor, passes"
         shape = tuple(value.shape)
         wrong = f"a value of shape {shape} passes, which "
-        sizes = [axis for axis, size in enumerate(shape) if symbol(size) is not None]
+        of_batch = [self.batch & getattr(symbol(size), "free_symbols", set()) for size in shape]
+        sizes = [axis for axis, free in enumerate(of_batch) if free]
         if not sizes:
             return wrong + "does not have the batch as a dimension"
         times = [symbol(shape[sizes[0]]) / size for size in self.batch]
@@ -264,7 +292,13 @@ class Trace:
             return layout
         value, (axis, times) = node.meta["val"], layout
         shape = [times] * (times > 1) + [size for at, size in enumerate(value.shape) if at != axis]
-        return TensorSpec(shape=tuple(shape), dtype=str(value.dtype).split(".")[-1])
+        return TensorSpec(
+            shape=tuple(
+                size.node.hint if isinstance(size, torch.SymInt) else size for size in shape
+            ),
+            dtype=str(value.dtype).split(".")[-1],
+            varying=tuple(at for at, size in enumerate(shape) if symbol(size) is not None),
+        )
 
     def operations(self, after: int, until: int) -> list[fx.Node]:
         """Return the operations between two positions, without those that follow from the data."""

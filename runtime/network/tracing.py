@@ -35,6 +35,10 @@ from dni_runtime.spec.choices import find_attribute
 
 _BATCH = 5
 """Samples in the batch that is traced: no other size in a network is likely to be the same."""
+_SHORTEST = 2
+"""Least size that a trace tells from others: a dimension of one value is another case to torch."""
+_LENGTHS = 512
+"""Shorter lengths for which the conditions of a trace are tried: all of few, some of many."""
 
 
 def trace(spec: NetworkSpec) -> Program:
@@ -148,13 +152,12 @@ def _program_of(spec: NetworkSpec, network: nn.Module, example: tuple[Tensor, ..
 
 
 def _export(spec: NetworkSpec, wrapped: _TraceWrapper, example: tuple[Tensor, ...]) -> Trace:
-    axis = {0: torch.export.Dim.AUTO}
+    auto = torch.export.Dim.AUTO
+    free = tuple({0: auto, **{at + 1: auto for at in one.varying}} for one in spec.example)
     wrapped.assigned.clear()
     try:
         with _quiet():
-            program = torch.export.export(
-                wrapped, example, dynamic_shapes=((axis,) * len(example),), strict=False
-            )
+            program = torch.export.export(wrapped, example, dynamic_shapes=(free,), strict=False)
     except Exception as error:
         at, line = guilty_line(error)
         if isinstance(error, SpecError):
@@ -192,6 +195,9 @@ def _export(spec: NetworkSpec, wrapped: _TraceWrapper, example: tuple[Tensor, ..
                 "batch's size as a constant",
                 hint="write x.shape[0] where forward has a number or len(x), or -1 in view",
             )
+    for place, sample in zip(data, spec.example, strict=True):
+        for axis in sample.varying:
+            _check_length(spec, used[place].meta["val"].shape[axis + 1], sample.shape[axis])
     values = [node.meta.get("val") for node in graph.nodes]
     if any(isinstance(one, Tensor) and is_functorch_wrapped_tensor(one) for one in values):
         raise SpecError(
@@ -201,6 +207,28 @@ def _export(spec: NetworkSpec, wrapped: _TraceWrapper, example: tuple[Tensor, ..
     trace = Trace(graph, names, constants, tuple(data))
     _check_constants(spec, wrapped, trace)
     return trace
+
+
+def _check_length(spec: NetworkSpec, size: int | torch.SymInt, longest: int) -> None:
+    """Refuse a network whose trace holds for some lengths of a batch alone."""
+    wrong = f"takes a length of {longest} as a constant"
+    if isinstance(size, torch.SymInt) and (length := symbol(size)) is not None:
+        wrong = ""
+        for guard in {guard.expr for guard in size.node.shape_env.guards}:
+            one = getattr(guard, "rel_op", "") in ("!=", ">", "<") and 1 in guard.args
+            if one or guard.free_symbols != {length}:  # torch takes no size for 1, as the batch's
+                continue
+            step = -(-longest // _LENGTHS)
+            others = [*range(_SHORTEST, min(_LENGTHS, longest)), *range(longest - 1, 1, -step)]
+            if other := next((n for n in others if not guard.subs(length, n)), None):
+                wrong = f"takes another path for length {other} than for length {longest}: {guard}"
+    if wrong:
+        raise SpecError(
+            f"'data.max_length' lets each batch have its own length, and {spec.target} {wrong}",
+            hint="write x.shape[1] where forward has a number, without conditions on it; or cut a "
+            "sequence of modules by hand: 'layers' in chain.yaml takes each of them; or pad to one "
+            "length, without 'data.max_length'",
+        )
 
 
 def _check_constants(spec: NetworkSpec, wrapped: _TraceWrapper, trace: Trace) -> None:

@@ -29,6 +29,7 @@ from dni_runtime.resolve.facts import facts_of
 from dni_runtime.resolve.resolve import parameter_counts
 from dni_runtime.spec import ChainSpec, DataSpec, Preprocessing, WorkerSpec
 from dni_runtime.split.verify import alike
+from dni_runtime.wire import holds
 
 ROWS = 4
 """Samples that go through the modules; more if the chain cuts batches into parts."""
@@ -303,7 +304,8 @@ def _evaluate(chain: LocalChain, workers: Sequence[WorkerSpec], batch: Batch) ->
         chain.at = number
         h_BH = step.evaluate(inputs_of(workers, number, outputs, data))
         outputs.append(h_BH)
-        if h_BH.shape != (len(data[0]), *step.spec.output.shape):
+        due = step.spec.output
+        if len(h_BH) != len(data[0]) or not holds(due.shape, due.varying, h_BH.shape[1:]):
             raise SpecError(
                 f"module {step.spec.module!r} returns a tensor of shape {tuple(h_BH.shape)} for "
                 f"{len(data[0])} samples in eval mode; in train mode it is {step.spec.output}",

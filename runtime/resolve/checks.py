@@ -305,6 +305,12 @@ def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
                 hint="leave it out, or 'micro_batches: 1'",
             )
     for worker in workers:
+        if chain.links.synthetic_inputs is not None and chain.data.max_length is not None:
+            raise SpecError(
+                "predicted inputs have one length, and 'data.max_length' lets it vary",
+                location=("links", "synthetic_inputs"),
+                hint="leave it out, or use 'replay'",
+            )
         if chain.links.synthetic_inputs is not None and len(worker.inputs) > 1 and worker.sources:
             raise SpecError(
                 f"module {worker.module!r} has {len(worker.inputs)} inputs, and they are predicted "
@@ -313,6 +319,14 @@ def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
                 hint="leave it out, or use 'replay'",
             )
         interface = None if worker.interface is None else resolve_interface(worker.interface)
+        if interface is not None and interface.timing.signals and worker.output.varying:
+            raise SpecError(
+                f"the gradient interface {interface.choice.name!r} of module {worker.module!r} has "
+                "parts of the activation's size, which 'data.max_length' lets vary: "
+                f"{worker.output}",
+                location=setting_location(chain, worker.index, "interface"),
+                hint="use 'delayed' or 'exact', or pad to one length, without 'data.max_length'",
+            )
         alone = interface is None or interface.timing is not Timing.DEFERRED
         if not alone and chain.links.on_loss == "continue":
             raise SpecError(

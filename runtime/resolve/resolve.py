@@ -81,7 +81,8 @@ def _resolve(chain: ChainSpec, inferred: Sequence[ModuleOutputs], info: DataInfo
                 ("modules", index, "interface") if explicit else ("defaults", "interface")
             )
             choice = chain.setting(index, "interface") or default_interface(
-                inferred[index].attends, labelled=chain.data.labels is None
+                inferred[index].attends or bool(inferred[index].output.varying),
+                labelled=chain.data.labels is None,
             )
             resolved = find_interface(choice, at)
             if index in unmoved and choice.name not in ("none", "local"):
@@ -124,7 +125,14 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     prediction = activations[-1]
     chosen = full.loss
     if full.losses is not None:
-        chosen = sum_of(full.losses, inferred[-1].outputs, info.labels or (info.label,))
+        outputs, labels = inferred[-1].outputs, info.labels or (info.label,)
+        if any(one.varying for one in (*outputs, *labels)):
+            raise SpecError(
+                "several losses need outputs and labels of one length",
+                location=("losses",),
+                hint="pad to one length, without 'data.max_length'",
+            )
+        chosen = sum_of(full.losses, outputs, labels)
     loss = check_loss(full, chosen, prediction, info)
     merged = full.modules[-1].most > 1
     check_metrics(full.metrics, loss, prediction, info.label, merged=merged)

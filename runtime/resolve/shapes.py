@@ -69,7 +69,33 @@ def by_name(chain: ChainSpec, info: DataInfo) -> tuple[ChainSpec, DataInfo]:
 
 
 def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[ModuleOutputs]:
-    """Run every layer on the meta device, and describe each module."""
+    """Run every layer on the meta device, and describe each module.
+
+    If samples have lengths of their own, a shorter one shows which sizes follow from it.
+    """
+    modules = _infer(chain, info)
+    if not any(sample.varying for sample in info.samples):
+        return modules
+    first, *further = (sample.shortened() for sample in info.samples)
+    update = {"sample": first, "further": tuple(further)}
+    try:
+        shorter = _infer(chain, info.model_copy(update=update))
+    except SpecError as error:
+        message = f"'data.max_length' lets a batch be shorter, as {first}: {error.message}"
+        raise SpecError(message, location=error.location, hint=error.hint) from None
+    return [
+        module._replace(outputs=tuple(map(_varying, module.outputs, other.outputs)))
+        for module, other in zip(modules, shorter, strict=True)
+    ]
+
+
+def _varying(sample: TensorSpec, shorter: TensorSpec) -> TensorSpec:
+    sizes = enumerate(zip(sample.shape, shorter.shape, strict=True))
+    varying = tuple(axis for axis, (size, other) in sizes if size != other)
+    return sample.model_copy(update={"varying": varying})
+
+
+def _infer(chain: ChainSpec, info: DataInfo) -> list[ModuleOutputs]:
     modules: list[ModuleOutputs] = []
     graph = chain.graph
     for index, module in enumerate(chain.modules):

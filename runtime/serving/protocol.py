@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dni_runtime.errors import RequestError, SpecError
 from dni_runtime.spec.edge import Preprocessing, TensorSpec
+from dni_runtime.wire import holds
 
 
 class _Datatype(NamedTuple):
@@ -110,7 +111,10 @@ class Signature:
                 {
                     "name": name,
                     "datatype": _DATATYPES[spec.dtype].name,
-                    "shape": [-1, *spec.shape],
+                    "shape": [
+                        -1,
+                        *(-1 if at in spec.varying else n for at, n in enumerate(spec.shape)),
+                    ],
                 }
                 for name, spec in specs.items()
             ]
@@ -190,6 +194,10 @@ def read_request(
     rows = {len(tensor) for tensor in inputs}
     if len(rows) != 1:
         raise _wrong("inputs", f"they have different numbers of rows: {sorted(rows)}")
+    pairs = zip(inputs, signature.inputs.values(), strict=True)
+    lengths = {tensor.shape[at + 1] for tensor, spec in pairs for at in spec.varying}
+    if len(lengths) > 1:
+        raise _wrong("inputs", f"they have different lengths: {sorted(lengths)}")
     requested = _requested(document, parameters, signature)
     return Request(id, rows.pop(), signature.prepared(inputs), requested)
 
@@ -237,8 +245,9 @@ def _tensor(
         text = f"{_short(entry.get('datatype'))} is not {datatype.name}"
         raise _wrong(f"{place}.datatype", text)
     shape = _list(entry.get("shape"), f"{place}.shape")
-    if set(map(type, shape)) != {int} or shape[1:] != list(spec.shape) or shape[0] < 1:
-        form = ", ".join(["rows", *map(str, spec.shape)])
+    whole = set(map(type, shape)) == {int}
+    if not whole or not holds(spec.shape, spec.varying, shape[1:]) or shape[0] < 1:
+        form = ", ".join(["rows", *spec.sizes])
         raise _wrong(
             f"{place}.shape",
             f"{_short(shape)} is not a shape of this input",

@@ -19,6 +19,7 @@ from dni_runtime.errors import DniError, RequestError, WorkerError
 from dni_runtime.serving.engine import Answer
 from dni_runtime.serving.protocol import Signature, empty
 from dni_runtime.serving.settings import Settings
+from dni_runtime.wire import holds
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +71,11 @@ class Batch:
         return self.parts[0].job.whole
 
 
+def _as_long(job: Job, other: Job) -> bool:
+    pairs = zip(job.inputs, other.inputs, strict=True)
+    return all(one.shape[1:] == two.shape[1:] for one, two in pairs)
+
+
 class Rates:
     """How many requests clients send: on average so many a second, and as many at once."""
 
@@ -95,7 +101,9 @@ class Queue:
     def __init__(self, signature: Signature, settings: Settings) -> None:
         self._signature = signature
         self._settings = settings
-        self._outputs = empty(signature.outputs, 0)
+        outputs = zip(signature.outputs.values(), empty(signature.outputs, 0), strict=True)
+        self._outputs = [(spec, output.dtype) for spec, output in outputs]
+        self._varies = any(spec.varying for spec in signature.inputs.values())
         self._id = 0  # of the last batch
         self._jobs: dict[Job, None] = {}  # that are not over, by deadline
         self._waiting: dict[Job, None] = {}  # those with rows in no batch
@@ -155,16 +163,20 @@ class Queue:
             return self._batch(self._apart.popleft(), now)
         if not self._waiting or now < self._due():
             return None
-        parts, room = [], self._settings.max_batch
-        while room and self._waiting:
-            job = next(iter(self._waiting))
+        parts, room = list[Part](), self._settings.max_batch
+        for job in self._waiting:
+            if parts and self._varies and not _as_long(job, parts[0].job):
+                continue
             part = Part(job, job.taken, min(room, job.rows - job.taken))
             parts.append(part)
             room -= part.rows
             job.taken += part.rows
             self.waiting -= part.rows
-            if job.taken == job.rows:
-                del self._waiting[job]
+            if not room:
+                break
+        for part in parts:
+            if part.job.taken == part.job.rows:
+                del self._waiting[part.job]
         return self._batch(parts, now)
 
     def answer(self, answer: Answer, now: float) -> Batch | None:
@@ -240,10 +252,15 @@ class Queue:
             len(set(rows)) == count and all(0 <= row < batch.rows for row in rows)
         ):
             return WorkerError(f"the answer has rows {rows} of a batch of {batch.rows}")
-        outputs = [(tuple(output.shape), output.dtype) for output in answer.outputs]
-        expected = [((count, *output.shape[1:]), output.dtype) for output in self._outputs]
-        if outputs == expected or not count:
+        fits = len(answer.outputs) == len(self._outputs) and all(
+            (len(output), output.dtype) == (count, dtype)
+            and holds(spec.shape, spec.varying, output.shape[1:])
+            for output, (spec, dtype) in zip(answer.outputs, self._outputs, strict=True)
+        )
+        if fits or not count:
             return None
+        outputs = [(tuple(output.shape), output.dtype) for output in answer.outputs]
+        expected = [((count, *spec.sizes), dtype) for spec, dtype in self._outputs]
         return WorkerError(f"the model's outputs are {outputs} instead of {expected}")
 
     def _fill(
@@ -257,7 +274,8 @@ class Queue:
             job.outputs, job.exits, job.missing = outputs, [answer.exit] * job.rows, 0
         else:
             if not job.outputs:
-                job.outputs = empty(self._signature.outputs, job.rows)
+                sizes = ((job.rows, *output.shape[1:]) for output in outputs)
+                job.outputs = tuple(map(Tensor.new_empty, outputs, sizes))
             new = [n for n, row in enumerate(rows) if not job.answered[row]]
             places = [rows[n] for n in new]
             for whole, output in zip(job.outputs, outputs, strict=True):

@@ -21,7 +21,7 @@ def own_path(path: str | Path, replica: int) -> Path:
     return Path(str(path).replace(REPLICA, str(replica)))
 
 
-_USERS = ("train", "evaluation", "collate", "inputs", "label")
+_USERS = ("train", "evaluation", "collate", "max_length", "inputs", "label")
 """Settings of data sets that are a user's class or function."""
 
 
@@ -68,6 +68,9 @@ class DataSpec(Frozen):
     evaluation: dict[str, Any] | None = None
     # A user's function that makes a batch of a list of rows; None: torch's ``default_collate``.
     collate: Choice | None = None
+    # Largest length of a batch, the first dimension of its samples, if each batch has its own as
+    # ``collate`` pads it; None: all have one length.
+    max_length: Annotated[int, Field(ge=2, le=1 << 24)] | None = None
     # Keys of rows that are dicts: the inputs, in the order of ``forward``'s arguments, and the
     # label, or several. Empty: found by their names.
     inputs: Words = ()
@@ -126,6 +129,13 @@ class DataSpec(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.max_length is not None and (self.flatten or self.augment):
+            name = "flatten" if self.flatten else "augment"
+            raise ValueError(f"'max_length' excludes {name!r}, which needs samples of one shape")
+        return self
+
+    @model_validator(mode="after")
     def _one_order(self) -> Self:
         if self.streams and self.shuffle:
             raise ValueError(
@@ -158,7 +168,7 @@ class DataSpec(Frozen):
         changes: dict[str, Any] = {"flatten": False, "augment": (), "workers": 0}
         if self.labels is not None and self.labels.dataset is not None:
             changes |= self.labels.model_dump()
-            changes |= dict.fromkeys(("train", "evaluation", "collate"))
+            changes |= dict.fromkeys(("train", "evaluation", "collate", "max_length"))
             changes |= {"inputs": (), "label": ()}
             changes["labels"] = LabelsSpec(dataset=self.labels.dataset)
         return self.model_copy(update=changes)

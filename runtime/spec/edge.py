@@ -15,9 +15,21 @@ class TensorSpec(Frozen):
 
     shape: tuple[int, ...]  # without the batch dimension
     dtype: str  # torch's name, such as ``float32``
+    varying: tuple[int, ...] = ()  # dimensions of ``shape`` with a size of their own in each batch
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{' x '.join(['B', *map(str, self.shape)])}]"
+        return f"{self.dtype}[{' x '.join(['B', *self.sizes])}]"
+
+    @property
+    def sizes(self) -> list[str]:
+        """The shape in words: of dimensions that vary, the largest size."""
+        return [f"<={n}" if at in self.varying else str(n) for at, n in enumerate(self.shape)]
+
+    def shortened(self) -> Self:
+        """Return a sample of about half the length, an odd one."""
+        sizes = enumerate(self.shape)
+        shape = tuple(n // 2 | 1 if at in self.varying else n for at, n in sizes)
+        return self.model_copy(update={"shape": shape, "varying": ()})
 
 
 class Preprocessing(Frozen):

@@ -149,8 +149,11 @@ class Plan:
         if not self.costs.trains(j):
             return Choice(name="none"), "frozen"
         # A tied parameter learns by true gradients alone.
-        why = "attention" if attends else "tied weights" if lends else "default"
-        return default_interface(attends or lends, labelled=self.request.labelled), why
+        varies = any(output.varying for output in self.costs.outputs(i, j))
+        reasons = {"attention": attends, "tied weights": lends, "lengths": varies}
+        why = next((reason for reason, holds in reasons.items() if holds), "default")
+        late = attends or lends or varies
+        return default_interface(late, labelled=self.request.labelled), why
 
     def _given(self, number: int) -> Choice | None:
         interfaces = self.request.interfaces

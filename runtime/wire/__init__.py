@@ -11,6 +11,7 @@ from dni_runtime.wire.contract import (
     SCALE_DTYPE,
     Limits,
     TensorContract,
+    holds,
     scale_name,
 )
 from dni_runtime.wire.message import (
@@ -46,6 +47,7 @@ __all__ = [
     "body_of",
     "decode",
     "encode",
+    "holds",
     "nbytes",
     "samples_of",
     "scale_name",

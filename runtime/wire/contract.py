@@ -51,9 +51,11 @@ class TensorContract:
     batch_limit: int  # samples in the largest batch
     # if quantized: sizes of its scales, which broadcast to a sample's
     scale: tuple[int, ...] | None = None
+    varying: tuple[int, ...] = ()  # dimensions of which ``shape`` has the largest size
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.dtype}[{' x '.join(['B', *map(str, self.shape)])}]"
+        sizes = (f"<={n}" if at in self.varying else str(n) for at, n in enumerate(self.shape))
+        return f"{self.name}: {self.dtype}[{' x '.join(['B', *sizes])}]"
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -62,7 +64,7 @@ class TensorContract:
 
     @cached_property
     def sample_bytes(self) -> int:
-        """Bytes of one sample."""
+        """Bytes of one sample, the largest if they differ."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
@@ -84,7 +86,7 @@ class TensorContract:
         if entry.dtype != self.dtype:
             raise WireError("dtype", f"{self} comes as {entry.dtype!r}")
         samples = self.samples(entry.shape)
-        due = samples * self.sample_bytes
+        due = math.prod(entry.shape) * ITEM_BYTES[self.dtype]
         if size != due:
             raise WireError(
                 "truncated" if size < due else "oversized",
@@ -96,7 +98,9 @@ class TensorContract:
 
     def samples(self, shape: tuple[int, ...]) -> int:
         """Return the number of samples in a tensor of these sizes, once they fit the contract."""
-        if not shape or shape[1:] != self.shape or not 1 <= shape[0] <= self.batch_limit:
+        own = shape[1:]
+        fits = own == self.shape or (self.varying and holds(self.shape, self.varying, own))
+        if not shape or not fits or not 1 <= shape[0] <= self.batch_limit:
             raise WireError(
                 "shape", f"{self}, B from 1 to {self.batch_limit}, comes with sizes {shape}"
             )
@@ -119,6 +123,14 @@ class TensorContract:
         values = np.frombuffer(buffer, "<f4")
         if (values < 0).any() or np.isposinf(values).any():  # NaN may come: see docs/wire.md
             raise WireError("scale", f"{self} has a scale that is negative or infinite")
+
+
+def holds(largest: Sequence[int], varying: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a sample has the largest sizes, or in the dimensions that vary smaller ones."""
+    return len(sizes) == len(largest) and all(
+        size == most or (at in varying and 1 <= size < most)
+        for at, (size, most) in enumerate(zip(sizes, largest, strict=True))
+    )
 
 
 def scale_name(name: str) -> str:

@@ -27,7 +27,7 @@ class Fanout:
         self.links = tuple(link for links in outputs for link in links)
         self._outputs = tuple(outputs)
         self._teaching = [links for links in outputs if links[0].teaches]
-        self._sums = GradientSum(len(self._teaching))
+        self._sums = GradientSum(len(self._teaching), outputs[0][0].outputs)
         self._drained = 0
 
     @property
@@ -135,7 +135,8 @@ class Fanout:
         for place, some in enumerate(come):  # all gradients before any DRAINED
             for event in some:
                 if isinstance(event, Gradient):
-                    total = self._sums.add(event.id, place, event.g)
+                    takes = self._teaching[place][0].takes
+                    total = self._sums.add(event.id, place, event.g, takes)
                     incomplete.add(event.id)
                     if total is not None:
                         events.append(Gradient(event.id, total))

@@ -6,7 +6,7 @@ over real links, exported under its own names, loaded strictly, and compared wit
 trained by a plain loop from the same weights on the same batches: parameters, buffers, and outputs
 in eval mode. It needs transformers, timm and torchvision; nothing is downloaded.
 
-Usage: zoo.py [--steps 4] [--modules 3] [--backend process] [--json FILE] [NETWORK ...]
+Usage: zoo.py [--steps 4] [--modules 3] [--lengths] [--backend process] [--json FILE] [NETWORK ...]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ os.environ["MKL_CBWR"] = "AUTO"  # read by torch: see 'exact' in docs/architectu
 import argparse
 import json
 import multiprocessing
+import re
 import subprocess
 import sys
 import tempfile
@@ -64,9 +65,15 @@ def settings_of(
     }, {"args": {"name": name}, **split}
 
 
-def compare(name: str, modules: int, steps: int, backend: Any, folder: Path) -> dict[str, Any]:
+def compare(
+    name: str, modules: int, steps: int, backend: Any, folder: Path, *, varying: bool = False
+) -> dict[str, Any]:
     """Split, train, export and compare one network; say what came of it."""
     settings, given = settings_of(name)
+    if varying:
+        length = int(re.search(r"\d+(?=\])", settings["data"]["args"]["inputs"][0])[0])  # type: ignore[index]
+        collate = {"import": "networks.data:shorter", "args": {"length": length}}
+        settings["data"] |= {"collate": collate, "max_length": length}
     settings |= {
         "steps": steps,
         "epochs": 100,
@@ -163,11 +170,11 @@ def _output(network: nn.Module, xs: tuple[Tensor, ...], name: str) -> Tensor:
     return _call(network.eval(), xs, name)
 
 
-def _told(to: Any, name: str, modules: int, steps: int, backend: Any) -> None:
+def _told(to: Any, name: str, *given: Any, varying: bool) -> None:
     try:
         # a supervisor releases its run shortly after it has reported the end
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            found = compare(name, modules, steps, backend, Path(folder))
+            found = compare(name, *given, Path(folder), varying=varying)
     except DniError as error:
         found = {"result": "refused", "why": str(error)}
     except BaseException as error:  # what is no DniError is a fault of the product, or of the zoo
@@ -189,15 +196,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--modules", type=int, default=3)
     parser.add_argument("--backend", default="process")
+    parser.add_argument(
+        "--lengths",
+        action="store_true",
+        help="networks of texts: a length of its own in each batch",
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
     fork = multiprocessing.get_context("fork")
-    for name in given.networks or zoo.NETWORKS:
+    of_texts = [name for name, (_, inputs, *_) in zoo.NETWORKS.items() if zoo.TEXT in inputs]
+    for name in given.networks or (of_texts if given.lengths else zoo.NETWORKS):
         began = time.monotonic()
         here, there = fork.Pipe(duplex=False)
         child = fork.Process(
-            target=_told, args=(there, name, given.modules, given.steps, given.backend)
+            target=_told,
+            args=(there, name, given.modules, given.steps, given.backend),
+            kwargs={"varying": given.lengths},
         )
         child.start()
         there.close()

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import json
 import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 
+from dni_runtime import Chain
 from dni_runtime.data import open_data
+from dni_runtime.errors import DataError
 from dni_runtime.run.documents.state import RunState
 from dni_runtime.run.rundir import RunDir
 from dni_runtime.spec import DataSpec
@@ -75,6 +86,113 @@ def test_batches_made_by_processes_are_the_same(site: Site) -> None:
         return losses
 
     assert trained(0) == trained(2, killed=True)
+
+
+TAGS = """\
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+
+class Tags(Dataset):
+    def __init__(self, train):
+        draw = torch.Generator().manual_seed(int(train))
+        lengths = torch.randint(2, 13, (200,), generator=draw).tolist()
+        self.rows = [torch.randint(1, 9, (length,), generator=draw) for length in lengths]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index], self.rows[index].roll(1) % 3
+
+
+def pad(rows):
+    words, tags = zip(*rows)
+    return pad_sequence(words, True), pad_sequence(tags, True, -100)
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(8, 8, batch_first=True, bidirectional=True)
+
+    def forward(self, x):
+        return self.gru(x)[0]
+"""
+
+
+@pytest.mark.parametrize("labels", ["head", "tail"])
+def test_batches_as_long_as_their_longest_text(
+    site: Site, monkeypatch: pytest.MonkeyPatch, labels: str
+) -> None:
+    """A tag for each word, and ``exact``: what a loop of plain torch trains, with the same pads."""
+    (site.folder / "tags.py").write_text(TAGS)
+    monkeypatch.chdir(site.folder)
+    with monkeypatch.context() as patch:  # the fork server, which stays, would name the folder
+        patch.syspath_prepend(str(site.folder))
+        reads = importlib.import_module("tags").Reads
+    torch.manual_seed(1)
+    modules = {"words": nn.Embedding(9, 8), "reads": reads(), "tells": nn.Linear(16, 3)}
+    plain = copy.deepcopy(nn.Sequential(*modules.values()))
+    chain = Chain.from_modules(
+        modules,
+        data={
+            "dataset": "tags:Tags",
+            "collate": "tags:pad",
+            "max_length": 14,
+            "batch_size": 16,
+            "eval_batch_size": 4,
+            "labels": labels,
+        },
+        epochs=2,
+        defaults={"interface": "exact", "optimizer": {"SGD": {"lr": 0.5}}},
+    )
+    run = chain.train(backend="process")
+    assert run.wait(120).phase == "finished"
+    optimizer = torch.optim.SGD(plain.parameters(), 0.5)
+    source = open_data(chain.prepared.chain.data, site.folder, seed=0)
+    lengths = set[int]()
+    for epoch in (1, 2):
+        for x, y in source.train_batches(epoch):
+            assert isinstance(x, torch.Tensor)
+            lengths.add(x.shape[1])
+            optimizer.zero_grad()
+            cross_entropy(plain(x).flatten(0, 1), y.flatten()).backward()
+            optimizer.step()
+    assert len(lengths) > 1, "or it shows nothing"
+    found, expected = run.model().state_dict(), plain.state_dict()
+    for ours, theirs in zip(found.values(), expected.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    right = [(plain(x).argmax(2) == y)[y >= 0] for x, y in source.eval_batches()]
+    assert run.evaluate()["accuracy"] == pytest.approx(torch.cat(right).float().mean().item())
+    with pytest.raises(DataError, match=r"different sizes, .*\n.*pad to one length"):
+        run.predict()
+    if labels == "tail" or find_spec("uvicorn") is None:
+        return
+    url = site.json("serve", "--name", "tags", "--backend", "process", "-d", "--port", "0")["url"]
+
+    def ask(length: int) -> None:
+        x = torch.randint(1, 9, (3, length))
+        tensor = {"name": "input", "datatype": "INT64", "shape": [3, length], "data": x.tolist()}
+        body = json.dumps({"inputs": [tensor]}).encode()
+        with urlopen(f"{url}/v2/models/tags/infer", body, timeout=60) as answer:
+            (output,) = json.load(answer)["outputs"]
+        y = torch.tensor(output["data"]).view(output["shape"])
+        torch.testing.assert_close(y, plain(x), rtol=1e-4, atol=1e-5)
+
+    try:
+        with ThreadPoolExecutor(8) as clients:
+            list(clients.map(ask, [2, 5, 14, 5, 1, 14, 2, 9] * 4))
+        with urlopen(f"{url}/v2/models/tags", timeout=60) as answer:
+            described = json.load(answer)
+        shapes = [described[part][0]["shape"] for part in ("inputs", "outputs")]
+        assert shapes == [[-1, -1], [-1, -1, 3]]
+        with pytest.raises(HTTPError, match="400"):
+            ask(15)
+    finally:
+        site.run("serve", "--stop")
 
 
 def test_a_language_model_is_trained_and_writes(site: Site) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,17 +33,26 @@ STEPS = 20
 TORCH = version("torch").split("+")[0]
 
 
-def test_exact_is_plain_pytorch(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+WORDS: dict[str, Any] = {"dataset": "words:Words", "batch_size": 8}
+SHORTER = {"collate": "words:shorter", "max_length": 5}
+
+
+@pytest.mark.parametrize("more", [{}, SHORTER], ids=["one length", "lengths"])
+def test_exact_is_plain_pytorch(
+    site: Site, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
     """A skip, tied weights and a mask cross the cuts; the result goes back into the network."""
-    train_split(site, monkeypatch, "process")
+    train_split(site, monkeypatch, "process", WORDS | more)
 
 
-def train_split(site: Site, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def train_split(
+    site: Site, monkeypatch: pytest.MonkeyPatch, backend: str, data: dict[str, Any] = WORDS
+) -> None:
     shutil.copy(SOURCE, site.folder)
     monkeypatch.chdir(site.folder)
     chain = Chain.split(
         "words:Model",
-        data={"dataset": "words:Words", "batch_size": 8},
+        data=data,
         at=["begin", "first", "second"],
         epochs=9,
         steps=STEPS,
@@ -57,16 +67,17 @@ def train_split(site: Site, monkeypatch: pytest.MonkeyPatch, backend: str) -> No
     assert "| network | words:Model |" in (site.folder / "trained.md").read_text()
     found = torch.load("trained.pt", weights_only=True)
 
-    is_plain(site.folder, found, STEPS)
+    is_plain(site.folder, found, STEPS, data)
 
 
-def is_plain(folder: Path, found: dict[str, torch.Tensor], steps: int) -> None:
+def is_plain(
+    folder: Path, found: dict[str, torch.Tensor], steps: int, data: dict[str, Any] = WORDS
+) -> None:
     """Compare trained weights with those of a plain loop."""
     with importing_from(folder):
         import words  # type: ignore[import-not-found]
 
-        data = DataSpec(dataset="words:Words", batch_size=8)
-        source = open_data(data, folder, seed=0)
+        source = open_data(DataSpec(**data), folder, seed=0)
     try:
         model = words.Model()
         model.load_state_dict(load_file(folder / "chain.safetensors"))

@@ -21,7 +21,7 @@ from dni_runtime.core.export import METADATA, export_model
 from dni_runtime.errors import DataError, UsageError
 from dni_runtime.spec import DataInfo
 from dni_runtime.worker.checkpoint import copy_state
-from tests.specs import float32, int64, specs_of
+from tests.specs import float32, int64, specs_of, varying
 
 
 class Tied(nn.Module):
@@ -124,13 +124,14 @@ def test_a_program_takes_any_number_of_samples(tmp_path: Path, ending: str) -> N
     assert not (tmp_path / f"net.{ending}").exists()
 
 
-@pytest.mark.parametrize("text", [AVERAGED, CHAIN], ids=["floats", "indices"])
-def test_onnx(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("what", ["floats", "indices", "lengths"])
+def test_onnx(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
     """It computes the same, for batches of any size; torch tells nothing beside it."""
-    floats = text == AVERAGED
-    sample = float32(4)
-    label = int64()
-    info = DataInfo(sample=sample, label=label, classes=5) if floats else INFO
+    floats, text = what == "floats", AVERAGED if what == "floats" else CHAIN
+    info = DataInfo(sample=float32(4), label=int64(), classes=5) if floats else INFO
+    if what == "lengths":
+        sample = varying(int64(4))
+        info = info.model_copy(update={"sample": sample, "label": varying(int64(4))})
     workers = specs_of(text, info)
     chain = LocalChain(workers)
     output = tmp_path / "net.onnx"
@@ -142,8 +143,8 @@ def test_onnx(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> No
     model = onnx.load(output)
     onnx.checker.check_model(model)
     (name,) = (one.name for one in model.graph.input)
-    for size in (3, 8):
-        x = torch.randn(size, 4) if floats else torch.randint(0, 5, (size, 4))
+    for size, length in ((3, 4), (8, 2 if what == "lengths" else 4)):
+        x = torch.randn(size, 4) if floats else torch.randint(0, 5, (size, length))
         (found,) = ReferenceEvaluator(model).run(None, {name: x.numpy()})
         torch.testing.assert_close(torch.from_numpy(found), chain.predict(x))
 

@@ -93,6 +93,14 @@ def pad(rows, length=None):
 def numbers(rows):
     return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
 
+def uneven(rows):
+    batch = pad(rows)
+    return {**batch, "mask": batch["mask"][:, : -1 if len(rows) > 1 else None]}
+
+def tagged(rows):
+    batch = pad(rows)
+    return {**batch, "labels": batch["ids"] % 2}
+
 def pad_to(length):
     return lambda rows: pad(rows, length)
 
@@ -302,6 +310,41 @@ def test_collate(make: Any, tmp_path: Path) -> None:
         read(make("tokens", **counted(6), collate="NAME:numbers"), tmp_path)
     with pytest.raises(SpecError, match=r"data\.collate: .* has no class or function 'gone'"):
         describe(make("tokens", **ragged, collate="NAME:gone"), tmp_path)
+
+
+def test_batches_have_lengths_of_their_own(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ragged = counted(6, ragged=True)
+    spec = make("tokens", **ragged, collate="NAME:pad", max_length=6)
+    source, batches = read(spec, tmp_path)
+    assert list(map(str, source.info.samples)) == ["int64[B x <=6]", "float32[B x <=6]"]
+    assert source.info.label == int64()
+    tokens, pad = (
+        import_target(name, tmp_path, what="", location=())
+        for name in (spec.dataset, spec.dataset.replace("tokens", "pad"))
+    )
+    expected = loader(tokens(6, ragged=True), collate_fn=pad)
+    for ((ids, mask), y), one in zip(batches, expected, strict=True):
+        assert all(map(torch.equal, (ids, mask, y), one.values()))
+    tags = describe(make("tokens", **ragged, collate="NAME:tagged", max_length=6), tmp_path).label
+    assert str(tags) == "int64[B x <=6]"
+    short = make("tokens", **ragged, collate="NAME:pad", max_length=3)
+    with pytest.raises(DataError, match=r"has samples of length 4, 'data\.max_length' is 3"):
+        describe(short, tmp_path)
+    with pytest.raises(DataError, match="tensors of one batch have lengths 3 and 4"):
+        read(
+            make("tokens", **counted(2, ragged=True), collate="NAME:uneven", max_length=6), tmp_path
+        )
+    monkeypatch.setattr("dni_runtime.data.user._LOOKED_AT", 1)
+    message = r"'ids' of int64\[B x 4\], but 'data.max_length' expects int64\[B x <=3\]\n.*a larger"
+    with pytest.raises(DataError, match=message):
+        read(short, tmp_path)
+    with pytest.raises(DataError, match=r"samples of float32\[B\] have no length"):
+        describe(make("tensors", **counted(6), max_length=3), tmp_path)
+    for name in ("flatten", "augment"):
+        with pytest.raises(ValidationError, match=f"'max_length' excludes '{name}'"):
+            make("tokens", max_length=3, **{name: True if name == "flatten" else ["NAME:Scale"]})
 
 
 @pytest.mark.parametrize(

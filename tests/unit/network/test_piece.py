@@ -109,6 +109,28 @@ class Watched(Tied):
         return {"logits": self.head(self.second(h).tanh())}
 
 
+class Reads(nn.Module):
+    """A text of any length, unless ``how`` asks for one."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.words, self.places = nn.Embedding(7, 4), nn.Parameter(torch.randn(12, 4))
+        self.first, self.last, self.how = nn.Linear(4, 4), nn.Linear(4, 3), how
+
+    def forward(self, tokens):
+        h = self.words(tokens) + self.places[: tokens.shape[1]]
+        if self.how == "flat":
+            h = h.reshape(h.shape[0], 5, 4)
+        elif self.how == "long" and tokens.shape[1] > 3:
+            h = -h
+        elif self.how == "even" and tokens.shape[1] % 2:
+            h = -h
+        elif self.how == "wide":
+            h = torch.stack([h, h], 2)
+        h = self.first(h).tanh().mean(1)
+        return self.last(h * tokens.shape[1]) + torch.ones(tokens.shape[1]).sum()
+
+
 class Bends(nn.Module):
     def __init__(self):
         super().__init__()
@@ -300,6 +322,40 @@ def test_what_follows_from_the_data_is_computed_again() -> None:
     assert section.data == [1]  # the mask
     assert len(section.takes) == 1
     assert Section.of(trace(spec).train, None, "words").data == [0]
+
+
+@pytest.mark.parametrize("cuts", [("words",), ("words", "first")])
+def test_batches_of_another_length(cuts: tuple[str, ...]) -> None:
+    """What a piece needs of the length comes with a value that has it, or with the data."""
+    spec = network("Reads", "int64[<=5]", args={"how": "any"})  # as long as the traced batch
+    assert [str(one) for one in trace(spec).cuts["words"].values] == ["float32[B x <=5 x 4]"]
+    assert NetworkSpec.model_validate(spec.to_yaml()) == spec
+    assert [Section.of(trace(spec).train, cut, None).data for cut in ("words", "first")] == [[], []]
+    assert Section.of(trace(spec).train, "last", None).data == [0], "only its length"
+    torch.manual_seed(0)
+    whole = build_network(spec)
+    for length in (5, 4, 2, 1, 12):
+        pieces, tokens = build(spec, cuts), torch.randint(0, 7, (4, length))
+        found, expected = run(spec, pieces, cuts, tokens), whole(tokens)
+        assert torch.equal(found, expected)
+        whole.zero_grad()
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        assert alike(pieces, whole) == set(whole.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("flat", "takes a length of 5 as a constant"),
+        ("long", r"takes another path for length 2 than for length 5: .* > 3"),
+        ("even", r"takes another path for length 2 than for length 5: Ne\(Mod\(.*, 2\), 0\)"),
+    ],
+)
+def test_a_length_that_a_network_decides_by_is_refused(how: str, reason: str) -> None:
+    assert trace(network("Reads", "int64[5]", args={"how": how}))
+    with pytest.raises(SpecError, match=f"'data.max_length' lets .* piecewise:Reads {reason}"):
+        trace(network("Reads", "int64[<=5]", args={"how": how}))
 
 
 def test_tied_weights_travel() -> None:

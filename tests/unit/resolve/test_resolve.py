@@ -13,7 +13,7 @@ from dni_runtime.errors import SpecError
 from dni_runtime.resolve.resolve import parameter_counts, resolved_chain, worker_specs
 from dni_runtime.resolve.schema import json_schema
 from dni_runtime.spec import Choice, DataInfo, LinksSpec, parse_chain
-from tests.specs import float32, int64, refused, specs_of
+from tests.specs import float32, int64, refused, specs_of, varying
 
 INFO = DataInfo(sample=float32(1, 8, 8), label=int64(), classes=10)
 CHAIN = """\
@@ -414,3 +414,37 @@ def test_what_is_kept_for_neighbours_that_restart() -> None:
     assert [worker.retain for worker in worker_specs(chain, INFO)] == [5, 0, 0]
     chain = parse_chain(CHAIN + "restart: {policy: never}\n")
     assert [(one.retain, one.snapshot_s) for one in worker_specs(chain, INFO)] == [(0, 0)] * 3
+
+
+TEXTS = DataInfo(sample=varying(int64(8)), label=int64(), classes=3)
+READER = """\
+name: reader
+data: {dataset: 'texts:Texts', max_length: 8}
+modules:
+- {name: a, layers: [{Embedding: {num_embeddings: 9, embedding_dim: 4}}]}
+- {name: b, layers: [{Linear: {in_features: 4, out_features: 6}}, ReLU]}
+- {name: c, layers: [{AdaptiveAvgPool2d: {output_size: [1, 6]}}, Flatten,
+    {Linear: {in_features: 6, out_features: 3}}]}
+"""
+
+
+def test_samples_with_a_length_of_their_own() -> None:
+    a, b, c = specs_of(READER, TEXTS)
+    shown = ["float32[B x <=8 x 4]", "float32[B x <=8 x 6]", "float32[B x 3]"]
+    assert [str(one.output) for one in (a, b, c)] == shown
+    assert [one.interface and one.interface.name for one in (a, b)] == ["delayed", "delayed"]
+    fixed = DataInfo(sample=int64(8), label=int64(), classes=3)
+    d, e, _ = specs_of(READER, fixed)
+    assert [one.interface and one.interface.name for one in (d, e)] == ["mixed", "mixed"]
+    assert a.link_hash(*a.targets) != d.link_hash(*d.targets)
+    for interface in ("mixed", "local", "synthetic"):
+        message = f"the gradient interface '{interface}' of module 'a' has parts of the activation"
+        text = READER + f"defaults: {{interface: {interface}}}\n"
+        refused(text, TEXTS, message, ("defaults", "interface"))
+    flat = READER.replace("{AdaptiveAvgPool2d: {output_size: [1, 6]}}", "ReLU")
+    flat = flat.replace("in_features: 6, out_features: 3", "in_features: 48, out_features: 3")
+    assert specs_of(flat, fixed)
+    message = r"lets a batch be shorter, as int64\[B x 5\]: Linear.* gets float32\[B x 30\]"
+    refused(flat, TEXTS, message)
+    predicted = READER + "links: {synthetic_inputs: gone}\ndefaults: {interface: exact}\n"
+    refused(predicted, TEXTS, "predicted inputs have one length", ("links", "synthetic_inputs"))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dni_runtime.errors import RequestError, SpecError
 from dni_runtime.serving.protocol import Request, Signature, read_request, write_response
 from dni_runtime.spec import TensorSpec
-from tests.specs import float32
+from tests.specs import float32, varying
 
 DATATYPES = {
     "bool": "BOOL", "uint8": "UINT8", "int8": "INT8", "int16": "INT16", "int32": "INT32",
@@ -48,6 +48,19 @@ def test_a_request_in_json() -> None:
     assert torch.equal(x, torch.tensor([[1.5, 2.0]]))
     assert torch.equal(n, torch.tensor([7]))
     assert request.outputs == ((0, False), (1, False))
+
+
+def test_a_length_of_its_own() -> None:
+    texts = Signature({"x": varying(float32(3)), "m": varying(float32(3, 2))}, {"y": float32(3)})
+    assert [one["shape"] for one in texts.metadata()["inputs"]] == [[-1, -1], [-1, -1, 2]]
+    m = X | {"name": "m", "shape": [1, 2, 2], "data": [1, 2, 3, 4]}
+    x, mask = read({"inputs": [X, m]}, texts).inputs
+    assert (x.shape, mask.shape) == ((1, 2), (1, 2, 2))
+    with pytest.raises(RequestError, match=r"they have different lengths: \[1, 2\]"):
+        read({"inputs": [X, m | {"shape": [1, 1, 2], "data": [1, 2]}]}, texts)
+    for wrong in ([1, 4], [1, 0], [1, 2, 1], [1]):
+        with pytest.raises(RequestError, match=r"not a shape of this input\n.*\[rows, <=3\]"):
+            read({"inputs": [X | {"shape": wrong}, m]}, texts)
 
 
 def test_null_is_as_if_absent() -> None:

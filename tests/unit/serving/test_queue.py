@@ -15,7 +15,7 @@ from dni_runtime.serving.engine import Answer
 from dni_runtime.serving.protocol import Signature
 from dni_runtime.serving.queue import Batch, Job, Queue, Rates
 from dni_runtime.serving.settings import Settings
-from tests.specs import float32
+from tests.specs import float32, varying
 
 ONE = Signature({"x": float32(1)}, {"y": float32(1)})
 
@@ -75,6 +75,22 @@ def test_rows_are_counted_not_requests(client: Client) -> None:
         [18],
     ]
     assert len(client.queue) == client.queue.waiting == 0
+
+
+def test_requests_of_one_length_make_a_batch() -> None:
+    texts = Signature({"x": varying(float32(8))}, {"y": varying(float32(8))})
+    queue = Queue(texts, Settings(max_batch=3, max_waiting=12, deadline_s=5))
+    lengths = (2, 5, 2, 5, 3, 2)
+    jobs = [queue.put((torch.full((2, n), float(n)),), 0.0, lambda: None) for n in lengths]
+    taken = []
+    while (batch := queue.take(0.0)) is not None:
+        taken.append([*batch.inputs[0].shape])
+        queue.answer(Answer(batch.id, outputs=(batch.inputs[0] * 2,)), 0.0)
+    assert taken == [[3, 2], [3, 5], [3, 2], [1, 5], [2, 3]], "the first one that waits goes first"
+    for job, length in zip(jobs, lengths, strict=True):
+        assert job.error is None
+        assert torch.equal(job.outputs[0], torch.full((2, length), 2.0 * length))
+    assert (len(queue), queue.waiting) == (0, 0)
 
 
 def test_a_batch_ends_with_its_last_row(client: Client) -> None:

@@ -49,6 +49,25 @@ def test_names_what_differs(entry: TensorEntry, nbytes: int, reason: str) -> Non
     assert caught.value.reason == reason
 
 
+LONG = TensorContract("h", "float32", (8, 4), batch_limit=8, varying=(0,))
+
+
+@pytest.mark.parametrize("length", [1, 5, 8])
+def test_a_batch_may_have_a_length_of_its_own(length: int) -> None:
+    row = TensorEntry("h", "float32", (2, length, 4))
+    assert LONG.check([row], [bytes(2 * length * 16)]) == 2
+    for size, reason in ((2 * length * 16 - 1, "truncated"), (2 * length * 16 + 1, "oversized")):
+        with pytest.raises(WireError) as caught:
+            LONG.check([row], [bytes(size)])
+        assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("sizes", [(9, 4), (0, 4), (8, 3), (8, 5), (4, 8), (5,), (5, 4, 1)])
+def test_no_longer_than_the_contract(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(WireError, match=r"h: float32\[B x <=8 x 4\], .* comes with sizes"):
+        LONG.check([TensorEntry("h", "float32", (2, *sizes))], [bytes(8 * math.prod(sizes))])
+
+
 def test_the_error_names_the_contract() -> None:
     with pytest.raises(WireError, match=r"h: bfloat16\[B x 3 x 4\], B from 1 to 8"):
         H.check([TensorEntry("h", "bfloat16", (2, 4, 3))], [bytes(48)])

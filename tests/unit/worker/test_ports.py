@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dni_runtime.link import Batch, Drain, Event, Gradient, LinkCounters, Marker, StreamRequest
 from dni_runtime.link.window import ReceiveOrder
+from dni_runtime.spec import TensorSpec
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
@@ -217,6 +218,9 @@ def test_at_the_end_every_link_gets_its_turn() -> None:
 
 class Below:
     """A link to downstream."""
+
+    outputs: tuple[TensorSpec, ...] = ()  # of the module
+    takes: tuple[int, ...] = ()
 
     def __init__(
         self,
