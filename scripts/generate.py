@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"{len(every)} networks in {seconds:.0f} s: {kinds['equal']} equal ({bits} in every "
             f"bit), {kinds['rounded']} only in float64, {kinds['refused']} refused, "
-            f"{len(wrong)} wrong"
+            f"{kinds['unstable']} where rounding decides, {len(wrong)} wrong"
         )
     return 1 if wrong else 0
 

@@ -33,6 +33,12 @@ def check(seeds: Iterable[int], tmp_path: Path) -> None:
     assert any(one.kind == "equal" for one in outcomes)
 
 
+def test_where_rounding_decides_nothing_is_compared(tmp_path: Path) -> None:
+    """Plain torch with weights changed by 1e-15 differs by more than 1: inputs of a ReLU are 0."""
+    outcome = run_case(draw(153940), tmp_path)
+    assert outcome.kind == "unstable", outcome.text
+
+
 HARD = [
     115,
     191,
