@@ -54,6 +54,8 @@ def check_loss(
         broadcasts = (
             custom and prediction.shape != info.label.shape and _broadcasts(loss, p_BP, y_BY)
         )
+        new = [ChainLoss(choice, prediction, info.label, at) for _ in range(2 * custom)]
+        remembers = custom and _remembers(loss, new, p_BP, y_BY)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SpecError(
@@ -77,6 +79,12 @@ def check_loss(
                 hint="move it into the last module, whose outputs may hold what the loss needs"
                 + ("" if names is changed else "; or set requires_grad_(False), if it is to stay"),
             )
+    if remembers:
+        raise SpecError(
+            f"{choice.name} keeps numbers from batch to batch, which are in no checkpoint",
+            location=at,
+            hint="move it into the last module, whose outputs may hold what the loss needs",
+        )
     if adds_up:
         raise SpecError(
             f"{choice.name} is a sum over the batch: for twice the samples it is twice as high",
@@ -119,6 +127,18 @@ def _adds_up(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
     once = float(loss(p_BP, y_BY).detach())
     twice = float(loss(torch.cat([p_BP, p_BP]), torch.cat([y_BY, y_BY])).detach())
     return math.isclose(twice, 2 * once, rel_tol=1e-4) and abs(once) > 1e-6
+
+
+def _remembers(loss: ChainLoss, new: Sequence[ChainLoss], p_BP: Tensor, y_BY: Tensor) -> bool:
+    """Whether a loss that has seen batches gives another value than new ones."""
+    p_BP = torch.rand(p_BP.shape, generator=torch.Generator().manual_seed(1)).to(p_BP.dtype)
+    values = []
+    with torch.random.fork_rng(devices=[]):
+        for one in (loss, *new):
+            torch.manual_seed(0)
+            values.append(one(p_BP, y_BY).detach())
+    alike = [torch.equal(value.nan_to_num(), values[-1].nan_to_num()) for value in values]
+    return alike[1] and not alike[0]
 
 
 def _broadcasts(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:

@@ -392,8 +392,11 @@ def test_each_loss_of_a_sum_weighs_batches_by_its_own_labels() -> None:
 class Margin(torch.nn.Module):
     """A loss with a scale, which may be trained, and the mean of what it has seen."""
 
-    def __init__(self, trained: bool = False, follows: bool = False, plain: bool = False) -> None:
+    def __init__(
+        self, trained: bool = False, follows: bool = False, plain: bool = False, warms: int = 0
+    ) -> None:
         super().__init__()
+        self.calls, self.warms = 0, warms
         self.scale = torch.nn.Parameter(torch.tensor(2.0), requires_grad=trained)
         self.plain = [torch.full((3,), 2.0, requires_grad=plain)]
         self.register_buffer("seen", torch.ones(()))
@@ -402,6 +405,8 @@ class Margin(torch.nn.Module):
     def forward(self, p: Tensor, y: Tensor) -> Tensor:
         if self.follows:
             self.seen += 1
+        self.calls += 1
+        p = p * min(1.0, self.calls / self.warms) if self.warms else p
         return F.cross_entropy(self.scale * p * self.plain[0], y)
 
 
@@ -413,6 +418,7 @@ class Margin(torch.nn.Module):
         ("{trained: true}", "'scale', which would not be trained"),
         ("{plain: true}", r"of the sizes \[3\], which would not be trained"),
         ("{follows: true}", "'seen', which is in no checkpoint"),
+        ("{warms: 50}", "keeps numbers from batch to batch, which are in no checkpoint"),
     ],
 )
 def test_a_loss_has_no_state(args: str, message: str | None, several: bool) -> None:
