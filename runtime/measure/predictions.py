@@ -6,6 +6,7 @@ Shape suffixes: N samples or labels in a row, C classes.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from dni_runtime.core.evaluation import EvaluationSums
 from dni_runtime.core.forward import Inputs, as_inputs
-from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.losses import ChainLoss, build_loss
 from dni_runtime.core.metrics import check_metrics
 from dni_runtime.data.splits import sample_of
 from dni_runtime.errors import DataError, UsageError
@@ -38,8 +39,10 @@ class Predictions:
     """A network's outputs, sample by sample in the data's order.
 
     Attributes:
-        outputs: One row for each sample.
-        labels: Likewise; None if the data have none.
+        outputs: One row for each sample. Where batches have a length of their own, what is shorter
+            than the longest one ends with NaN.
+        labels: Likewise; None if the data have none. Classes end with the label that the loss
+            ignores, -100 if it says none.
         loss: The network's loss; None if it is not known.
         numbers: Which samples of the data the rows are of, from 0; None: all, in their order.
         metrics: Those that :meth:`evaluate` returns by default.
@@ -66,14 +69,7 @@ class Predictions:
         if not pairs:
             raise DataError("the data have no evaluation samples")
         order_N = numbers_N.argsort()
-        for some in zip(*pairs, strict=True):
-            if len(shapes := {tensor.shape[1:] for tensor in some}) > 1:
-                sizes = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
-                raise DataError(
-                    f"outputs or labels of different batches have different sizes, {sizes}",
-                    hint="pad to one length, without 'data.max_length'",
-                )
-        outputs, labels = (torch.cat(tensors)[order_N] for tensors in zip(*pairs, strict=True))
+        outputs, labels = (_joined(some, loss)[order_N] for some in zip(*pairs, strict=True))
         numbers_N, all_N = numbers_N[order_N], torch.arange(len(numbers_N))
         numbers = None if torch.equal(numbers_N, all_N) else numbers_N
         return cls(outputs, labels if labels.numel() else None, loss, metrics, numbers)
@@ -155,6 +151,20 @@ class Predictions:
                 "the losses of several outputs are not known", hint="predict by the run"
             )
         return ChainLoss(self.loss, sample_of(self.outputs), sample_of(self.labels)), self.labels
+
+
+def _joined(batches: Sequence[Tensor], loss: Choice | None) -> Tensor:
+    """Join batches; shorter ones are filled up, so that their metrics stay the same."""
+    sizes = [max(some) for some in zip(*(batch.shape[1:] for batch in batches), strict=True)]
+    if all(list(batch.shape[1:]) == sizes for batch in batches):
+        return torch.cat(list(batches))
+    fill = math.nan
+    if not batches[0].is_floating_point():
+        fill = getattr(None if loss is None else build_loss(loss), "ignore_index", -100)
+    whole = batches[0].new_full((sum(map(len, batches)), *sizes), fill)
+    for part, batch in zip(whole.split([*map(len, batches)]), batches, strict=True):
+        part[(slice(None), *map(slice, batch.shape[1:]))] = batch
+    return whole
 
 
 def parse_metrics(metrics: Metrics) -> tuple[Choice, ...]:
