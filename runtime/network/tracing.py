@@ -197,7 +197,8 @@ def _export(spec: NetworkSpec, wrapped: _TraceWrapper, example: tuple[Tensor, ..
             )
     for place, sample in zip(data, spec.example, strict=True):
         for axis in sample.varying:
-            _check_length(spec, used[place].meta["val"].shape[axis + 1], sample.shape[axis])
+            batch, sizes = used[place].meta["val"].shape[0], used[place].meta["val"].shape[1:]
+            _check_length(spec, symbol(batch), sizes[axis], sample.shape[axis])
     values = [node.meta.get("val") for node in graph.nodes]
     if any(isinstance(one, Tensor) and is_functorch_wrapped_tensor(one) for one in values):
         raise SpecError(
@@ -209,13 +210,14 @@ def _export(spec: NetworkSpec, wrapped: _TraceWrapper, example: tuple[Tensor, ..
     return trace
 
 
-def _check_length(spec: NetworkSpec, size: int | torch.SymInt, longest: int) -> None:
+def _check_length(spec: NetworkSpec, batch: Any, size: int | torch.SymInt, longest: int) -> None:
     """Refuse a network whose trace holds for some lengths of a batch alone."""
     wrong = f"takes a length of {longest} as a constant"
     if isinstance(size, torch.SymInt) and (length := symbol(size)) is not None:
         wrong = ""
         for guard in {guard.expr for guard in size.node.shape_env.guards}:
             one = getattr(guard, "rel_op", "") in ("!=", ">", "<") and 1 in guard.args
+            guard = guard.subs(batch, _BATCH)
             if one or guard.free_symbols != {length}:  # torch takes no size for 1, as the batch's
                 continue
             step = -(-longest // _LENGTHS)

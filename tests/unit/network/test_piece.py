@@ -123,6 +123,8 @@ class Reads(nn.Module):
             h = h.reshape(h.shape[0], 5, 4)
         elif self.how == "long" and tokens.shape[1] > 3:
             h = -h
+        elif self.how == "many" and tokens.numel() > 12:
+            h = -h
         elif self.how == "even" and tokens.shape[1] % 2:
             h = -h
         elif self.how == "wide":
@@ -349,6 +351,7 @@ def test_batches_of_another_length(cuts: tuple[str, ...]) -> None:
     [
         ("flat", "takes a length of 5 as a constant"),
         ("long", r"takes another path for length 2 than for length 5: .* > 3"),
+        ("many", r"takes another path for length 2 than for length 5: 5\*s\d+ > 12"),
         ("even", r"takes another path for length 2 than for length 5: Ne\(Mod\(.*, 2\), 0\)"),
     ],
 )
