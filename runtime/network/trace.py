@@ -194,6 +194,12 @@ class Trace:
         placeholders = [node for node in self.graph.nodes if node.name in self.data]
         return frozenset(symbol(node.meta["val"].shape[0]) for node in placeholders)
 
+    @property
+    def conditions(self) -> set[Any]:
+        """What was assumed of these symbols: conditions in ``forward`` that depend on sizes."""
+        (first, *_) = (node.meta["val"] for node in self.graph.nodes if node.name in self.data)
+        return {guard.expr for guard in first.shape[0].node.shape_env.guards}
+
     @cached_property
     def lengths(self) -> frozenset[Any]:
         """Symbols of the samples' length, if that is another one in each batch."""
