@@ -162,7 +162,8 @@ def _joined(batches: Sequence[Tensor], loss: Choice | None) -> Tensor:
     if not batches[0].is_floating_point():
         fill = getattr(None if loss is None else build_loss(loss), "ignore_index", -100)
     whole = batches[0].new_full((sum(map(len, batches)), *sizes), fill)
-    for part, batch in zip(whole.split([*map(len, batches)]), batches, strict=True):
+    parts = torch.split(whole, [*map(len, batches)])
+    for part, batch in zip(parts, batches, strict=True):
         part[(slice(None), *map(slice, batch.shape[1:]))] = batch
     return whole
 

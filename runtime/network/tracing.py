@@ -190,17 +190,17 @@ def _export(spec: NetworkSpec, wrapped: _TraceWrapper, example: tuple[Tensor, ..
             names[name] = input_spec.target.removeprefix(WRAPPED)
             if names[name] in wrapped.assigned:
                 assign_early(graph, used[name])
-    for name, sample in zip(data, spec.example, strict=True):
-        shape = used[name].meta["val"].shape
+    for place, sample in zip(data, spec.example, strict=True):
+        shape = used[place].meta["val"].shape
         if symbol(shape[0]) is None:
             raise SpecError(
                 f"{spec.target} works for batches of {_BATCH} samples only: its code takes the "
                 "batch's size as a constant",
                 hint="write x.shape[0] where forward has a number or len(x), or -1 in view",
             )
-        for at in sample.varying:
-            if symbol(shape[at + 1]) is None:
-                raise _one_length(spec, f"takes a length of {sample.shape[at]} as a constant")
+        for axis in sample.varying:
+            if symbol(shape[axis + 1]) is None:
+                raise _one_length(spec, f"takes a length of {sample.shape[axis]} as a constant")
     values = [node.meta.get("val") for node in graph.nodes]
     if any(isinstance(one, Tensor) and is_functorch_wrapped_tensor(one) for one in values):
         raise SpecError(
