@@ -5,7 +5,7 @@ A value that passes a cut has the batch as one dimension, which becomes the firs
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -194,11 +194,22 @@ class Trace:
         placeholders = [node for node in self.graph.nodes if node.name in self.data]
         return frozenset(symbol(node.meta["val"].shape[0]) for node in placeholders)
 
-    @property
-    def conditions(self) -> set[Any]:
-        """What was assumed of these symbols: conditions in ``forward`` that depend on sizes."""
-        (first, *_) = (node.meta["val"] for node in self.graph.nodes if node.name in self.data)
-        return {guard.expr for guard in first.shape[0].node.shape_env.guards}
+    def doubts(self, symbols: Collection[Any], values: Sequence[int]) -> set[int]:
+        """Return values of these sizes for which something that was assumed does not hold.
+
+        Of each condition, which may be one in ``forward`` or in an operation, the first and the
+        last. The other sizes are those of the traced batch.
+        """
+        shapes = [node.meta["val"].shape for node in self.graph.nodes if node.name in self.data]
+        sizes = [size for shape in shapes for size in shape if symbol(size) is not None]
+        fixed = {symbol(size): size.node.hint for size in sizes if symbol(size) not in symbols}
+        found = set[int]()
+        for guard in {guard.expr for guard in sizes[0].node.shape_env.guards}:
+            condition = guard.subs(fixed)
+            if condition.free_symbols and condition.free_symbols <= set(symbols):
+                fails = [n for n in values if not condition.subs(dict.fromkeys(symbols, n))]
+                found.update(fails[:1], fails[-1:])
+        return found
 
     @cached_property
     def lengths(self) -> frozenset[Any]:

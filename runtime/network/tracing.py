@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, cast
@@ -35,12 +35,6 @@ from dni_runtime.spec.choices import find_attribute
 
 _BATCH = 5
 """Samples in the batch that is traced: no other size in a network is likely to be the same."""
-_BATCHES = (2, 3, 4, *range(6, 65), 128, 1000)
-"""Other sizes of a batch, for which the conditions of a trace are tried."""
-_SHORTEST = 2
-"""Least size that a trace tells from others: a dimension of one value is another case to torch."""
-_LENGTHS = 512
-"""Shorter lengths for which the conditions of a trace are tried: all of few, some of many."""
 
 
 def trace(spec: NetworkSpec) -> Program:
@@ -198,9 +192,14 @@ def _export(spec: NetworkSpec, wrapped: _TraceWrapper, example: tuple[Tensor, ..
                 "batch's size as a constant",
                 hint="write x.shape[0] where forward has a number or len(x), or -1 in view",
             )
-        for axis in sample.varying:
-            if symbol(shape[axis + 1]) is None:
-                raise _one_length(spec, f"takes a length of {sample.shape[axis]} as a constant")
+        if any(symbol(shape[axis + 1]) is None for axis in sample.varying):
+            raise SpecError(
+                f"'data.max_length' lets each batch have its own length, and {spec.target} takes "
+                f"{sample.shape[0]} as a constant",
+                hint="write x.shape[1] where forward has a number; or cut a sequence of modules by "
+                "hand: 'layers' in chain.yaml takes each of them; or pad to one length, without "
+                "'data.max_length'",
+            )
     values = [node.meta.get("val") for node in graph.nodes]
     if any(isinstance(one, Tensor) and is_functorch_wrapped_tensor(one) for one in values):
         raise SpecError(
@@ -208,49 +207,8 @@ def _export(spec: NetworkSpec, wrapped: _TraceWrapper, example: tuple[Tensor, ..
             hint="write it for whole batches, or cut a sequence of modules by hand: 'layers'",
         )
     trace = Trace(graph, names, constants, tuple(data))
-    _check_sizes(spec, trace)
     _check_constants(spec, wrapped, trace)
     return trace
-
-
-def _one_length(spec: NetworkSpec, wrong: str) -> SpecError:
-    return SpecError(
-        f"'data.max_length' lets each batch have its own length, and {spec.target} {wrong}",
-        hint="write x.shape[1] where forward has a number, without conditions on it; or cut a "
-        "sequence of modules by hand: 'layers' in chain.yaml takes each of them; or pad to one "
-        "length, without 'data.max_length'",
-    )
-
-
-def _check_sizes(spec: NetworkSpec, trace: Trace) -> None:
-    """Refuse a network whose trace holds for some sizes of a batch, or some lengths, alone."""
-    longest = max((one.shape[at] for one in spec.example for at in one.varying), default=0)
-    batches, lengths = dict.fromkeys(trace.batch, _BATCH), dict.fromkeys(trace.lengths, longest)
-    if path := _other_path(trace, batches, lengths, _BATCHES):
-        raise SpecError(
-            f"{spec.target} decides by the batch's size: it takes another path for {path}",
-            hint="batches differ, as the last one of an epoch: write it without a condition on "
-            "x.shape[0]",
-        )
-    step = -(-longest // _LENGTHS)
-    others = [*range(_SHORTEST, min(_LENGTHS, longest)), *range(longest - 1, 1, -step or -1)]
-    if path := _other_path(trace, lengths, batches, others):
-        raise _one_length(spec, f"takes another path for {path}")
-
-
-def _other_path(
-    trace: Trace, sizes: Mapping[Any, int], fixed: Mapping[Any, int], others: Sequence[int]
-) -> str | None:
-    """Return another value of these sizes for which a condition of the trace does not hold."""
-    for guard in trace.conditions:
-        if getattr(guard, "rel_op", "") in ("!=", ">", "<") and 1 in guard.args:
-            continue  # torch takes no size for 1; its operations do what they do then
-        condition = guard.subs(fixed)
-        if condition.free_symbols and sizes.keys() >= condition.free_symbols:
-            for value in others:
-                if not condition.subs(dict.fromkeys(sizes, value)):
-                    return f"{value} than for {next(iter(sizes.values()))}: {condition}"
-    return None
 
 
 def _check_constants(spec: NetworkSpec, wrapped: _TraceWrapper, trace: Trace) -> None:

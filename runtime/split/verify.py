@@ -17,11 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.backward import changed_in_place
+from dni_runtime.data.splits import sample_of
 from dni_runtime.errors import SpecError
 from dni_runtime.network.piece import Piece
-from dni_runtime.network.source import WRAPPED, NetworkSpec, NetworkWrapper, built_once
+from dni_runtime.network.source import (
+    WRAPPED,
+    NetworkSpec,
+    NetworkWrapper,
+    built_once,
+    write_tensor,
+)
+from dni_runtime.network.tracing import trace
 from dni_runtime.split.part import NetworkPart
 
+_BATCHES = (*range(1, 65), 128, 256)
+"""Sizes of a batch for which the conditions of a trace are tried."""
+_LENGTHS = 512
+"""The same of its length: all of few, some of many."""
 _PASSES = 50
 """Forward passes of a network that draws random numbers of Python or NumPy."""
 _STEP = 0.01
@@ -62,23 +74,31 @@ def check_parts(
     whole = NetworkWrapper(network, spec)
     _check_chance(spec, whole, batch)
     first = {what: tensor.clone() for what, [(_, tensor)] in _buffers({"": whole}).items()}
-    shorter = [_halved(x) if one.varying else x for x, one in zip(batch, spec.example, strict=True)]
+    varies = [bool(one.varying) for one in spec.example]
+    shorter = _short(batch, varies, batch[0].shape[1] // 2 | 1) if any(varies) else batch
     # In the second training step, what the first one has changed is used.
     passes = [(True, batch), (True, shorter), (False, batch)]
-    if any(one.varying for one in spec.example):
-        passes.append((False, shorter))
+    others = _doubtful(spec, batch, varies, max(part.rows for part in parts))
     with unchanged(network):
-        for step, (training, xs) in enumerate(passes):
+        for step, (training, xs) in enumerate([*passes, *others]):
             for module in (whole, *pieces.values()):
                 module.train(training).zero_grad(set_to_none=True)
             with torch.set_grad_enabled(training):
                 torch.manual_seed(step)
-                y = whole(*(x.clone() for x in xs))
+                try:
+                    y = whole(*(x.clone() for x in xs))
+                except Exception:
+                    if step < len(passes):
+                        raise
+                    break  # it takes no such batch
                 if y.requires_grad:
                     y.backward(_gradient(y))
                 torch.manual_seed(step)
                 output = _run(parts, pieces, [x.clone() for x in xs])
             when = f"in training step {step + 1}" if training else "in eval mode after training"
+            if step >= len(passes):
+                sizes = " and ".join(write_tensor(sample_of(x)) for x in xs)
+                when += f", for {len(xs[0])} samples of {sizes}"
             _compare(spec, when, _left({"": whole}, y.detach()), _left(pieces, output), first)
             learnt = [p for p in network.parameters() if p.grad is not None]
             rate = _STEP * _norm(learnt) / _norm([p.grad for p in learnt]) if learnt else 0.0
@@ -88,8 +108,33 @@ def check_parts(
                         parameter.data.add_(parameter.grad, alpha=-rate)
 
 
-def _halved(x_BT: Tensor) -> Tensor:
-    return x_BT[:, : x_BT.shape[1] // 2 | 1]
+def _short(batch: Sequence[Tensor], varies: Sequence[bool], length: int) -> list[Tensor]:
+    """Return a batch of another length; ``varies`` says which of its inputs have one."""
+    return [x[:, :length] if own else x for x, own in zip(batch, varies, strict=True)]
+
+
+def _doubtful(
+    spec: NetworkSpec, batch: Sequence[Tensor], varies: Sequence[bool], least: int
+) -> Iterator[tuple[bool, list[Tensor]]]:
+    """Yield passes with batches for which the trace may not hold, by whether they train.
+
+    It has one path through ``forward``, and through operations that look at sizes. Those in eval
+    mode first: others need ``least`` samples, and may fail.
+    """
+    program, rows = trace(spec), len(batch[0])
+    sizes, lengths = set[int](), set[int]()
+    for one in program.traces:
+        sizes |= one.doubts(one.batch, _BATCHES)
+        if any(varies):
+            longest = batch[varies.index(True)].shape[1]
+            step = -(-longest // _LENGTHS)
+            values = sorted({*range(1, min(_LENGTHS, longest)), *range(longest, 1, -step)})
+            lengths |= one.doubts(one.lengths, values)
+    orders = [torch.arange(size) % rows for size in sorted(sizes)]
+    others = [[x[order] for x in batch] for order in orders]
+    others += [_short(batch, varies, length) for length in sorted(lengths)]
+    yield from ((False, xs) for xs in others)
+    yield from ((True, xs) for xs in others if len(xs[0]) >= max(least, 2))
 
 
 def _check_chance(spec: NetworkSpec, whole: NetworkWrapper, batch: Sequence[Tensor]) -> None:

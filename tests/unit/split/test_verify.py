@@ -172,6 +172,21 @@ class Noise(Net):
         return h + self.noise
 
 
+class Crowd(Net):
+    def middle(self, h):
+        return -h if h.shape[0] > 3 else h
+
+
+class Learners(Net):
+    def middle(self, h):
+        return -h if self.training and h.shape[0] > 20 else h
+
+
+class Near(Net):
+    def middle(self, h):
+        return h + torch.cdist(h, h[:1])  # another way for more than 25 samples
+
+
 class Late(Net):
     def middle(self, h):
         self.register_buffer("made", torch.full((8,), 0.5))
@@ -393,7 +408,9 @@ def split(name: str, *at: str, **keywords: Any) -> None:
     split_chain(f"violates:{name}", Path("chain.yaml"), settings, at=at or ["first"], **keywords)
 
 
-@pytest.mark.parametrize(("name", "keywords"), [("Net", {}), ("Named", {"takes": ["x"]})])
+@pytest.mark.parametrize(
+    ("name", "keywords"), [("Net", {}), ("Near", {}), ("Named", {"takes": ["x"]})]
+)
 def test_statistics_and_dropout_are_the_same(name: str, keywords: dict[str, Any]) -> None:
     split(name, **keywords)
     assert Path("chain.yaml").exists()
@@ -465,6 +482,8 @@ def test_what_a_module_does_not_use_stays_with_it() -> None:
         ("Noise", "differs by .* in training step 1"),
         ("Statistic", "the buffer 'seen' of 'part-2' differs by .* in training step 1"),
         ("Imaginary", "the buffer 'spun' of 'part-2' differs by .* in training step 1"),
+        ("Crowd", r"differs by .* in eval mode after training, for 1 samples of float32\["),
+        ("Learners", r"differs by .* in training step \d, for 21 samples of float32\["),
         ("Late", "'made'"),
         ("Unseen", "the gradient of 'norm.weight' is only in the network in training step 1"),
         ("Fails", r"fails on a batch of .* \(.*violates.py:\d+\)"),
