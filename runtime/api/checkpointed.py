@@ -5,6 +5,7 @@ It is one file because all begin with the same choice: of a checkpoint, and of d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # torch takes a while to import
     from dni_runtime.data import DataSource
     from dni_runtime.measure.predictions import Metrics, Predictions
     from dni_runtime.run.documents.exits import Exits
-    from dni_runtime.spec import DataSpec, Preprocessing
+    from dni_runtime.spec import DataSpec, Preprocessing, TensorSpec
 
 Cut: TypeAlias = int | str | None
 """A checkpoint: its stream position, ``newest`` or ``best``; None: the best, else the newest."""
@@ -353,13 +354,15 @@ def evaluation_data(
     sources: Path,
     trained: Preprocessing | None = None,
     *,
+    inputs: Sequence[TensorSpec] = (),
     seed: int = 0,
 ) -> DataSource:
     """Open a data set whose evaluation samples are wanted.
 
     ``own`` is the chain's, from which keys are taken that ``data`` leaves out. Raw samples of other
-    data are normalised as the training's were (``trained``), never by figures of their own. Paths
-    start in the working directory, imports in ``sources``.
+    data are normalised as the training's were (``trained``), never by figures of their own; they
+    are vectors if the network's ``inputs`` are. Paths start in the working directory, imports in
+    ``sources``.
     """
     from dni_runtime.data import DATASETS, Half, open_data, with_defaults
     from dni_runtime.resolve.describe import describe_settings
@@ -395,7 +398,12 @@ def evaluation_data(
     # Its training samples, if there are any, need not fill a batch.
     one = {"eval_batch_size": spec.eval_size, "batch_size": 1, "drop_last": False}
     spec = spec.model_copy(update=one)
-    source = open_data(spec, sources, seed=seed, half=half, trained=trained, predicts=True)
+    open_it = partial(open_data, base=sources, seed=seed, half=half, trained=trained, predicts=True)
+    source = open_it(spec)
+    sizes = [sample.shape for sample in source.info.samples]
+    flat = [(math.prod(shape),) for shape in sizes]
+    if "flatten" not in data and flat == [one.shape for one in inputs] != sizes:
+        source = open_it(spec.model_copy(update={"flatten": True}))
     raw = source.splits["eval"].preprocessing() is not None and "normalize" not in data
     if source.splits["train"] is source.splits["eval"]:  # that file has no figures either
         raw = spec.normalize and source.info.sample.dtype == "float32"
@@ -422,7 +430,7 @@ def _other_data(data: Mapping[str, Any], own: DataSpec | None) -> DataSpec:
         limits = {"train_limit", "eval_limit", "validation", "augment", "labels"}
         reading = {"batch_size", "eval_batch_size", "flatten", "normalize", "streams"}
         if ":" in str(data.get("dataset")):  # the network takes the same inputs of its rows
-            reading |= {"inputs", "label", "collate"}
+            reading |= {"inputs", "label", "collate", "max_length"}
         kept = own.model_dump(include=reading if "dataset" in data else None, exclude=limits)
     changed = dict(data)
     for part in ("args", "train", "evaluation"):
@@ -456,8 +464,9 @@ def predict_model(file: Path, data: Data | None, *, trust: bool = False) -> Pred
 
     with importing_from(Path.cwd()):
         model = load_model(file, trust=trust)
-        trained = None if file.suffix == ".pt2" else read_header(file).preprocessing
-        source = evaluation_data(data, None, Path.cwd(), trained)
+        header = None if file.suffix == ".pt2" else read_header(file)
+        trained, inputs = (header.preprocessing, header.inputs) if header else (None, ())
+        source = evaluation_data(data, None, Path.cwd(), trained, inputs=inputs)
         loss: Choice | None = Choice(name="CrossEntropyLoss")
 
         def network(x: Inputs) -> Tensor:

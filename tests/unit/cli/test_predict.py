@@ -172,7 +172,8 @@ def test_an_exported_file(dnictl: Dnictl, run: Checkpointed, folder: Path) -> No
     dnictl("predict", "m.safetensors", "--data", data, "-o", "new-p.npz")
     np.testing.assert_allclose(loaded(folder / "new-p.npz")["outputs"], p, rtol=1e-5, atol=1e-6)
     assert "no data is named" in dnictl("predict", "m.safetensors").err
-    result = dnictl("predict", "m.safetensors", "--data", "digits")
+    assert dnictl("predict", "m.safetensors", "--data", "digits").out.startswith("360 samples\n")
+    result = dnictl("predict", "m.safetensors", "--data", "{dataset: digits, flatten: false}")
     assert result.code == 66
     assert "does not take these samples, float32[1, 8, 8]: mat1 and mat2" in result.err
 
