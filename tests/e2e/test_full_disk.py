@@ -94,8 +94,15 @@ def test_the_end_of_a_run_in_the_background_on_a_full_disk(site: Site) -> None:
 dnictl up chain.yaml -d --backend process
 until ls small/runs/*/checkpoints/*/middle.json; do sleep 0.1; done >/dev/null 2>&1
 keep_full small &  # a part of a checkpoint that finds no room gives back what it had
-until [ "$(df --output=avail small | tail -1)" -eq 0 ]; do sleep 0.1; done
-kill -9 $(sed -n 's/^ "pid": \\([0-9]*\\).*/\\1/p' small/runs/*/workers/middle.json)
+full() { until [ "$(df --output=avail small | tail -1)" -eq 0 ]; do sleep 0.1; done; }
+pid() { sed -n 's/^ "pid": \\([0-9]*\\).*/\\1/p' "$1"; }
+full
+supervisor=$(pid small/runs/*/state.json)
+kill -STOP "$supervisor"  # or it finds the room that a worker gives back when it dies
+kill -9 $(pid small/runs/*/workers/middle.json)
+sleep 1
+full
+kill -CONT "$supervisor"
 dnictl wait --timeout 60
 dnictl status
 dnictl resume -d
