@@ -26,11 +26,11 @@ from dni_runtime.resolve.checks import (
     check_accumulation,
     check_labels,
     check_links,
-    check_loss,
     check_single_samples,
     check_training,
     micro_batches_of,
 )
+from dni_runtime.resolve.loss import check_loss
 from dni_runtime.resolve.replication import (
     check_replicas,
     elastic_of,
