@@ -77,8 +77,8 @@ def module(
 @options.chain
 @click.option(
     "--interfaces", metavar="NAME,…",
-    help="Gradient interfaces (default: exact, synthetic, local, mixed and delayed); 'none' is the "
-    "control whose modules are not trained.",
+    help="Gradient interfaces (default: exact, synthetic, local, mixed and delayed, as far as the "
+    "data allow); 'none' is the control whose modules are not trained.",
 )  # fmt: skip
 @click.option(
     "--interface", "-i", "labelled", multiple=True, metavar="LABEL=INTERFACE",
@@ -146,10 +146,14 @@ def compare(
                 hint="the chain file says which interface the modules have beside replicas",
             )
         methods = ways.read_strategies(names_of(strategies), labelled_strategies, replicas)
+        prepared = prepare(chain, data=data)
     else:
-        every = "exact,synthetic,local,mixed,delayed" if interfaces is None else interfaces
-        methods = ways.read_interfaces(names_of(every), labelled)
-    prepared = prepare(chain, data=data)
+        methods = ways.read_interfaces(names_of(interfaces), labelled)
+        prepared = prepare(chain, data=data)
+        if interfaces is None:
+            varies = prepared.chain.data.max_length is not None  # some have parts of one length
+            every = "exact,delayed" if varies else "exact,synthetic,local,mixed,delayed"
+            methods = ways.read_interfaces(names_of(every), labelled)
     if prepared.chain.data.per_replica:
         tell("warning: what trains without replicas, as backpropagation, has the first one's data")
     if prepared.chain.eval_every == 0:
