@@ -146,14 +146,13 @@ def compare(
                 hint="the chain file says which interface the modules have beside replicas",
             )
         methods = ways.read_strategies(names_of(strategies), labelled_strategies, replicas)
-        prepared = prepare(chain, data=data)
     else:
         methods = ways.read_interfaces(names_of(interfaces), labelled)
-        prepared = prepare(chain, data=data)
-        if interfaces is None:
-            varies = prepared.chain.data.max_length is not None  # some have parts of one length
-            every = "exact,delayed" if varies else "exact,synthetic,local,mixed,delayed"
-            methods = ways.read_interfaces(names_of(every), labelled)
+    prepared = prepare(chain, data=data)
+    if interfaces is None and strategies is None and not labelled_strategies:
+        varies = prepared.chain.data.max_length is not None  # some have parts of one length
+        every = "exact,delayed" if varies else "exact,synthetic,local,mixed,delayed"
+        methods = ways.read_interfaces(names_of(every), labelled)
     if prepared.chain.data.per_replica:
         tell("warning: what trains without replicas, as backpropagation, has the first one's data")
     if prepared.chain.eval_every == 0:

@@ -83,6 +83,8 @@ def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[ModuleOutputs]:
     except SpecError as error:
         message = f"'data.max_length' lets a batch be shorter, as {first}: {error.message}"
         raise SpecError(message, location=error.location, hint=error.hint) from None
+    for module, other in zip(modules, shorter, strict=True):
+        row_of(tuple(map(_varying, other.outputs, module.outputs)))  # whose lengths may differ now
     return [
         module._replace(outputs=tuple(map(_varying, module.outputs, other.outputs)))
         for module, other in zip(modules, shorter, strict=True)

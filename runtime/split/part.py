@@ -25,9 +25,8 @@ class NetworkPart:
     memory: float  # bytes of weights, gradients, Adam's averages and one batch
     sends: int  # bytes of a batch of its outputs
     interface: Choice | None  # None: the last part
-    because: (
-        str  # ``asked``, ``attention``, ``tied weights``, ``lengths``, ``frozen`` or ``default``
-    )
+    # ``asked``, ``attention``, ``tied weights``, ``lengths``, ``frozen`` or ``default``
+    because: str
     rows: int  # samples that tied parameters are spread over: of a batch's smallest part
 
     @property

@@ -25,6 +25,7 @@ from dni_runtime.network.source import (
     NetworkSpec,
     NetworkWrapper,
     built_once,
+    first_line,
     write_tensor,
 )
 from dni_runtime.network.tracing import trace
@@ -75,7 +76,8 @@ def check_parts(
     _check_chance(spec, whole, batch)
     first = {what: tensor.clone() for what, [(_, tensor)] in _buffers({"": whole}).items()}
     varies = [bool(one.varying) for one in spec.example]
-    shorter = _short(batch, varies, batch[0].shape[1] // 2 | 1) if any(varies) else batch
+    half = max([one.shape[0] for one in spec.example if one.varying], default=0) // 2 | 1
+    shorter = _as_long(batch, varies, half)
     # In the second training step, what the first one has changed is used.
     passes = [(True, batch), (True, shorter), (False, batch)]
     others = _doubtful(spec, batch, varies, max(part.rows for part in parts))
@@ -90,15 +92,24 @@ def check_parts(
                 except Exception:
                     if step < len(passes):
                         raise
-                    break  # it takes no such batch
+                    if training:  # statistics may have changed
+                        break
+                    continue  # it takes no such batch
                 if y.requires_grad:
                     y.backward(_gradient(y))
                 torch.manual_seed(step)
-                output = _run(parts, pieces, [x.clone() for x in xs])
-            when = f"in training step {step + 1}" if training else "in eval mode after training"
-            if step >= len(passes):
-                sizes = " and ".join(write_tensor(sample_of(x)) for x in xs)
-                when += f", for {len(xs[0])} samples of {sizes}"
+                when = f"in training step {step + 1}" if training else "in eval mode after training"
+                if step >= len(passes):
+                    sizes = " and ".join(write_tensor(sample_of(x)) for x in xs)
+                    when += f", for {len(xs[0])} samples of {sizes}"
+                try:
+                    output = _run(parts, pieces, [x.clone() for x in xs])
+                except (IndexError, RuntimeError, ValueError) as error:
+                    raise SpecError(
+                        f"the parts of {spec.target} do not compute what it computes: they fail "
+                        f"{when}: {first_line(error)}",
+                        hint=_HINT,
+                    ) from error
             _compare(spec, when, _left({"": whole}, y.detach()), _left(pieces, output), first)
             learnt = [p for p in network.parameters() if p.grad is not None]
             rate = _STEP * _norm(learnt) / _norm([p.grad for p in learnt]) if learnt else 0.0
@@ -108,9 +119,10 @@ def check_parts(
                         parameter.data.add_(parameter.grad, alpha=-rate)
 
 
-def _short(batch: Sequence[Tensor], varies: Sequence[bool], length: int) -> list[Tensor]:
+def _as_long(batch: Sequence[Tensor], varies: Sequence[bool], length: int) -> list[Tensor]:
     """Return a batch of another length; ``varies`` says which of its inputs have one."""
-    return [x[:, :length] if own else x for x, own in zip(batch, varies, strict=True)]
+    pairs = zip(batch, varies, strict=True)
+    return [x[:, torch.arange(length) % x.shape[1]] if own else x for x, own in pairs]
 
 
 def _doubtful(
@@ -122,17 +134,17 @@ def _doubtful(
     mode first: others need ``least`` samples, and may fail.
     """
     program, rows = trace(spec), len(batch[0])
-    sizes, lengths = set[int](), set[int]()
+    sizes, lengths = {1}, {1} if any(varies) else set[int]()  # tracing takes no size for 1
     for one in program.traces:
         sizes |= one.doubts(one.batch, _BATCHES)
         if any(varies):
-            longest = batch[varies.index(True)].shape[1]
+            longest = spec.example[varies.index(True)].shape[0]
             step = -(-longest // _LENGTHS)
             values = sorted({*range(1, min(_LENGTHS, longest)), *range(longest, 1, -step)})
             lengths |= one.doubts(one.lengths, values)
     orders = [torch.arange(size) % rows for size in sorted(sizes)]
     others = [[x[order] for x in batch] for order in orders]
-    others += [_short(batch, varies, length) for length in sorted(lengths)]
+    others += [_as_long(batch, varies, length) for length in sorted(lengths)]
     yield from ((False, xs) for xs in others)
     yield from ((True, xs) for xs in others if len(xs[0]) >= max(least, 2))
 

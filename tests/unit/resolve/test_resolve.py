@@ -428,6 +428,29 @@ modules:
 """
 
 
+class Even(nn.Module):
+    """Returns two texts, of which one has an even length."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x[:, : x.shape[1] // 2 * 2]
+
+
+class Means(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a.mean(1, keepdim=True) + b.mean(1, keepdim=True)
+
+
+def test_outputs_of_different_lengths_are_refused() -> None:
+    """As large as each other for the longest samples alone."""
+    text = (
+        READER.replace(", ReLU]}", f", {{import: '{__name__}:Even'}}]}}")
+        .replace("- {name: c,", "- {name: c, inputs: [b.0, b.1],")
+        .replace("layers: [{Adaptive", f"layers: [{{import: '{__name__}:Means'}}, {{Adaptive")
+    )
+    message = r"float32\[B x <=5 x 6\] and float32\[B x <=4 x 6\] cannot travel in one row"
+    refused(text, TEXTS, message, ("data", "max_length"))
+
+
 def test_samples_with_a_length_of_their_own() -> None:
     a, b, c = specs_of(READER, TEXTS)
     shown = ["float32[B x <=8 x 4]", "float32[B x <=8 x 6]", "float32[B x 3]"]

@@ -177,6 +177,23 @@ class Crowd(Net):
         return -h if h.shape[0] > 3 else h
 
 
+class Fourth(Net):
+    def middle(self, h):
+        return h + h[3] if h.shape[0] > 3 else h
+
+
+class Alone(Net):
+    def middle(self, h):
+        return -h if h.shape[0] == 1 else h
+
+
+class Several(Net):
+    def middle(self, h):
+        if not self.training and h.shape[0] == 1:
+            raise ValueError("one sample has no neighbour")
+        return -h if h.shape[0] == 40 else h
+
+
 class Learners(Net):
     def middle(self, h):
         return -h if self.training and h.shape[0] > 20 else h
@@ -483,6 +500,9 @@ def test_what_a_module_does_not_use_stays_with_it() -> None:
         ("Statistic", "the buffer 'seen' of 'part-2' differs by .* in training step 1"),
         ("Imaginary", "the buffer 'spun' of 'part-2' differs by .* in training step 1"),
         ("Crowd", r"differs by .* in eval mode after training, for 1 samples of float32\["),
+        ("Fourth", r"they fail in eval mode after training, for 1 samples of float32\[.*index 3"),
+        ("Alone", r"differs by .* in eval mode after training, for 1 samples of float32\["),
+        ("Several", r"differs by .* in eval mode after training, for 40 samples of float32\["),
         ("Learners", r"differs by .* in training step \d, for 21 samples of float32\["),
         ("Late", "'made'"),
         ("Unseen", "the gradient of 'norm.weight' is only in the network in training step 1"),
